@@ -79,6 +79,7 @@ async def _start(settings: Settings, engine: VllmEngine, state: Any, args: Any) 
     commits, costs = CommitCounts(), StepCosts()
     runner = (await engine.describe()).runner
     logger.info("vLLM %s, Model Runner %s", vllm_version, runner)
+    check_speculation(settings, engine)
     chooser = None
     config = engine.client.vllm_config
     most = config.scheduler_config.max_num_seqs
@@ -134,6 +135,16 @@ async def _start(settings: Settings, engine: VllmEngine, state: Any, args: Any) 
         *(engine.step_sums, API.tracker, costs, probe, measured, engine.cores)
     )
     API.cost_watch.start()
+
+
+def check_speculation(settings: Settings, engine: VllmEngine) -> None:
+    """Refuse options that turn drafting off where that is not possible. Raises RefusedError."""
+    off = settings.speculation == "off"
+    if engine.always_drafts and (off or settings.time_plain_steps):
+        option, found = ("--speculation", "off") if off else ("--time-plain-steps", "given")
+        expected = "drafts in every step, with experts on data-parallel ranks"
+        next_step = "leave it out, or serve without --data-parallel-size"
+        raise RefusedError(option, found, expected, next_step)
 
 
 def refuse_fixed_lengths(runner: str, sources: Sources, vllm_version: str) -> None:

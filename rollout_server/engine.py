@@ -129,11 +129,18 @@ class VllmEngine:
             )
         return result
 
+    @property
+    def always_drafts(self) -> bool:
+        """Whether drafting cannot be turned off: with experts on data-parallel ranks.
+
+        The ranks compute each step of the draft together, and idle ones always do: vLLM's dummy
+        batch runs it. A rank that leaves it out would have the others wait for ever.
+        """
+        return self.cores > 1 and bool(self.client.vllm_config.model_config.is_moe)
+
     async def set_speculation(self, enabled: bool) -> float:
         """Propose drafts, or none; answers the seconds that the engine was paused."""
-        if not enabled and self.cores > 1 and self.client.vllm_config.model_config.is_moe:
-            # The ranks compute each step of the draft together, and idle ones always do: vLLM's
-            # dummy batch runs it. A rank that leaves it out would have the others wait for ever.
+        if not enabled and self.always_drafts:
             raise RefusedError(
                 "speculation",
                 "off, for experts on data-parallel ranks",

@@ -12,6 +12,7 @@ import time
 import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
+from types import SimpleNamespace
 from typing import Any
 
 from rollout_server.reload import Change, Result
@@ -183,7 +184,11 @@ class SchedulerSwitch:
     def set(self, enabled: bool) -> None:
         """Plan drafts as configured, or none."""
         scheduler = self._core.scheduler
-        self.enabled = self._core.check_for_draft_tokens = enabled
+        self.enabled = enabled
+        # With asynchronous scheduling vLLM asks for drafts of a step in flight only where a grammar
+        # constrains them, and they would pass it unseen.
+        if not self._core.async_scheduling:
+            self._core.check_for_draft_tokens = enabled
         zeros = [0] * (scheduler.max_num_running_reqs + 1)
         scheduler.dynamic_sd_lookup = self._when_on if enabled else zeros
 
@@ -375,7 +380,21 @@ class EngineHooks:
 
     def _new_salt(self, policy: bool) -> None:
         self._salt.advance(policy)
+        if policy:
+            self._forget_encoder_outputs()
         self._switch.undrafted = 0
+
+    def _forget_encoder_outputs(self) -> None:
+        """Evict the embeddings of images and the like that no request refers to.
+
+        They are the old policy's. vLLM's own reset would also take those of running requests.
+        """
+        manager = self._scheduler.encoder_cache_manager
+        # That of encoder-decoder models keeps none.
+        all_of_it = getattr(manager, "num_freeable_slots", 0)
+        # As for an input that needs the room of them all.
+        large = SimpleNamespace(get_num_encoder_embeds=lambda _: all_of_it)
+        manager.can_allocate(large, 0, all_of_it, 0)
 
 
 def slipstream_call(self: Any, method: str, args: list[Any]) -> Any:

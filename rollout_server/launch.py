@@ -318,6 +318,7 @@ def _check_supported(args: argparse.Namespace) -> None:
         *((f"--data-parallel-{name}", None, one_host) for name in _RANKS_APART),
         ("--pipeline-parallel-size", 1, "use --tensor-parallel-size"),
         ("--nnodes", 1, one_host),
+        ("--enable-eplb", None, "a push would put experts back where they were loaded"),
     ):
         found = getattr(args, option.removeprefix("--").replace("-", "_"), None)
         if most is None and found is not None and found is not False:

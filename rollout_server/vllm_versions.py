@@ -103,6 +103,7 @@ HOOKS: tuple[Hook, ...] = (
         _CORE,
         "EngineCore",
         *("scheduler", "batch_queue", "request_block_hasher", "check_for_draft_tokens"),
+        "async_scheduling",
     ),
     Hook(_CORE, "EngineCore.collective_rpc", ("self", "method", "timeout", "args")),
     Hook(_SCHEDULER, "Scheduler.make_spec_decoding_stats"),
@@ -114,7 +115,14 @@ HOOKS: tuple[Hook, ...] = (
         "Scheduler",
         *("dynamic_sd_lookup", "num_spec_tokens", "max_num_running_reqs", "running"),
         *("has_requests", "requests", "kv_cache_config", "block_size", "connector"),
+        "encoder_cache_manager",
     ),
+    Hook(
+        "vllm.v1.core.encoder_cache_manager",
+        "EncoderCacheManager.can_allocate",
+        ("self", "request", "input_id", "encoder_compute_budget", "num_embeds_to_schedule"),
+    ),
+    Hook("vllm.v1.core.encoder_cache_manager", "EncoderCacheManager.num_freeable_slots"),
     Hook(_SCHEDULER, "Scheduler.set_pause_state", ("self", "pause_state")),
     *_hooks(
         "vllm.v1.core.sched.output",

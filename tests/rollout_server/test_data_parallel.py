@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,10 +12,13 @@ import pytest
 
 from rollout_server import engine
 from rollout_server.acceptance import AcceptanceTracker
+from rollout_server.app import check_speculation
 from rollout_server.engine import UntrustedEngineError, VllmEngine
+from rollout_server.plugins import Settings
 from rollout_server.reload import Change, Result
 from rollout_server.store import WeightSource
 from slipstream.errors import RefusedError
+from slipstream.security import open_to_all
 from slipstream.v1 import rollout_server_pb2 as pb
 from tests.rollout_server.checkpoints import load, perturbed
 from tests.rollout_server.live import Live, prompts
@@ -160,14 +163,21 @@ def test_a_caller_that_leaves_leaves_no_call_behind() -> None:
 def test_drafting_stays_on_where_ranks_compute_its_steps_together() -> None:
     """Idle ranks run the draft in vLLM's dummy batch: busy ones that skip it hang them all."""
     client = Client()
+    settings = Settings(Path("policy"), Path("draft"), open_to_all(), speculation="off")
+    timed = replace(settings, speculation="fixed", time_plain_steps=True)
     switch = VllmEngine(client).set_speculation
     assert asyncio.run(switch(False)) == 1.1
     client.vllm_config.model_config.is_moe = True
     assert asyncio.run(switch(True)) == 1.1
     with pytest.raises(RefusedError, match=r"speculation: found off.*experts.*data-parallel"):
         asyncio.run(switch(False))
+    for given, name in ((settings, "--speculation: found off"), (timed, "--time-plain-steps")):
+        with pytest.raises(RefusedError, match=rf"{name}.*experts on data-parallel ranks"):
+            check_speculation(given, VllmEngine(client))
+    check_speculation(replace(timed, time_plain_steps=False), VllmEngine(client))
     client.engine_core.core_engines.pop()
     assert asyncio.run(switch(False)) == 0.1, "one rank is never refused"
+    check_speculation(settings, VllmEngine(client))
 
 
 def test_steps_of_all_cores_are_summed() -> None:

@@ -299,6 +299,7 @@ class Workers:
 
 @pytest.fixture
 def hooks() -> EngineHooks:
+    from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
     from vllm.v1.core.sched.interface import PauseState
 
     drafting = SimpleNamespace(spec_token_ids=[1, 2, 3])
@@ -322,8 +323,10 @@ def hooks() -> EngineHooks:
             requests={},
             add_request=lambda request: None,
             connector=None,
+            encoder_cache_manager=EncoderCacheManager(100),
             pause_state=PauseState.UNPAUSED,
         ),
+        async_scheduling=False,
     )
     core.scheduler.set_pause_state = functools.partial(setattr, core.scheduler, "pause_state")
     hooks = EngineHooks(core)
@@ -449,6 +452,30 @@ def test_drafting_off_plans_no_drafts(hooks: EngineHooks) -> None:
     assert core.scheduler.dynamic_sd_lookup == [0, 0, 0] and not core.check_for_draft_tokens
     switch(hooks, True)
     assert core.scheduler.dynamic_sd_lookup == "as configured" and core.check_for_draft_tokens
+    core.async_scheduling = True
+    switch(hooks, False)
+    assert core.check_for_draft_tokens, "a grammar has to see the drafts of a step in flight"
+
+
+def test_images_are_encoded_again_by_a_new_policy(hooks: EngineHooks) -> None:
+    manager = hooks.core.scheduler.encoder_cache_manager  # type: ignore[attr-defined]
+    ended, reading, new = (
+        SimpleNamespace(
+            request_id=name,
+            mm_features=[SimpleNamespace(identifier=image)],
+            get_num_encoder_embeds=lambda _: 8,
+        )
+        for name, image in (("ended", "seen"), ("reading", "in use"), ("new", "seen"))
+    )
+    for request in (ended, reading):
+        manager.allocate(request, 0)
+    manager.free_encoder_input(ended, 0)
+    hooks.apply([change("draft")], 1.0)
+    assert manager.check_and_update_cache(new, 0)
+    manager.free_encoder_input(new, 0)
+    hooks.apply([change("policy")], 1.0)
+    assert not manager.check_and_update_cache(new, 0) and manager.get_freed_mm_hashes() == ["seen"]
+    assert manager.check_and_update_cache(reading, 0), "a request is reading it"
 
 
 def test_the_prefix_cache_is_left_only_where_much_of_it_was_computed_without_the_draft(

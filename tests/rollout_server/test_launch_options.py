@@ -78,6 +78,11 @@ def test_data_parallel_ranks_of_one_command_draft_as_many_tokens_in_every_step(p
             parse("--data-parallel-size", "2", option, value)
 
 
+def test_experts_that_move_between_ranks_are_refused(parse: Any) -> None:
+    with pytest.raises(RefusedError, match=r"--enable-eplb: found True, expected not given"):
+        parse("--enable-expert-parallel", "--enable-eplb")
+
+
 def test_a_draft_that_drafts_in_parallel_has_one_length(policy_dir: Path, tmp_path: Path) -> None:
     draft = first_layers(policy_dir, tmp_path / "small", layers=2, parallel=127)
     given = [str(policy_dir), "--draft", str(draft), "--draft-kind", "draft_model", *PORTS]
