@@ -34,20 +34,23 @@ class _Entry:
     copy: StandbyCopy
     state: str = WORKING
 
-    def start(self, work: Callable[[], str], evicted: list[_Entry]) -> None:
-        """Run ``work`` in a thread, on a stream of its own; its answer is the new state."""
+    def start(
+        self, work: Callable[[], str], evicted: list[_Entry], stream: torch.cuda.Stream | None
+    ) -> None:
+        """Run ``work`` in a thread, on the stream; its answer is the new state."""
         self.state = WORKING
-        name = "slipstream-prepare"
-        thread = threading.Thread(target=self._run, args=(work, evicted), name=name, daemon=True)
-        thread.start()
+        name, given = "slipstream-prepare", (work, evicted, stream)
+        threading.Thread(target=self._run, args=given, name=name, daemon=True).start()
 
-    def _run(self, work: Callable[[], str], evicted: list[_Entry]) -> None:
+    def _run(
+        self, work: Callable[[], str], evicted: list[_Entry], stream: torch.cuda.Stream | None
+    ) -> None:
         # Frees their memory here: that takes longer than the engine has between two steps.
         evicted.clear()
         began = time.perf_counter()
         state = "the preparation ended; see the worker's log"
         try:
-            with _side_stream(self.copy.device):
+            with _on(stream):
                 state = work()
             _LOG.info("standby draft %s after %.3f s", state, time.perf_counter() - began)
         except (NotSwappableError, *LOAD_FAILURES) as error:
@@ -72,6 +75,7 @@ class Standby:
     ) -> None:
         self._policy, self._draft, self.read_back, self._owed = policy, draft, read_back, owed
         self._entries: dict[WeightSource, _Entry] = {}
+        self._stream: torch.cuda.Stream | None = None
 
     def prepare(self, source: WeightSource, keep: WeightSource | None) -> str:
         """Begin to make these weights ready, or say how far that is.
@@ -98,7 +102,7 @@ class Standby:
             return READY
 
         self._entries[source] = _Entry(copy)
-        self._entries[source].start(load, evicted)
+        self._start(self._entries[source], load, evicted)
         return WORKING
 
     def load(self, source: WeightSource) -> None:
@@ -140,22 +144,27 @@ class Standby:
             expected = copy.hashes = {name: before[name] for name in copy.hashes}
             self._entries = {old: entry}
             # Whether another writer changed it is found in the thread: a pass takes too long here.
-            entry.start(lambda: READY if copy.read() == expected else _OVERWRITTEN, dropped)
+            self._start(entry, lambda: READY if copy.read() == expected else _OVERWRITTEN, dropped)
         return True
 
     def drop(self) -> None:
         """Forget all of them: their memory is wanted, or the live draft is written to."""
         self._entries = {}
 
+    def _start(self, entry: _Entry, work: Callable[[], str], evicted: list[_Entry]) -> None:
+        """On an accelerator on a stream of their own: the engine's steps do not wait for it."""
+        device = entry.copy.device
+        if self._stream is None and device.type == "cuda":
+            # One for all: torch gives memory that was freed on a stream to that stream alone.
+            self._stream = torch.cuda.Stream(device)
+        entry.start(work, evicted, self._stream)
+
 
 @contextlib.contextmanager
-def _side_stream(device: torch.device) -> Iterator[None]:
-    """On an accelerator a stream of its own, so that the engine's steps do not wait for it."""
-    if device.type != "cuda":
+def _on(stream: torch.cuda.Stream | None) -> Iterator[None]:
+    if stream is None:
         yield
         return
-    with torch.cuda.device(device):
-        stream = torch.cuda.Stream()
-        with torch.cuda.stream(stream):
-            yield
+    with torch.cuda.device(stream.device), torch.cuda.stream(stream):
+        yield
         stream.synchronize()

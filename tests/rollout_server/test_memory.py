@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import types
 from typing import Any
 
@@ -13,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from rollout_server import swap, worker
 from rollout_server.read_back import element_hash
 from rollout_server.reload import Change
+from rollout_server.standby import Standby
 from rollout_server.store import WeightSource
 from rollout_server.swap import must_pin, swap_contents
 from rollout_server.worker import (
@@ -23,6 +26,7 @@ from rollout_server.worker import (
     slipstream_prepare,
 )
 from slipstream.errors import RefusedError
+from tests.rollout_server.test_swap import join, ready
 
 MIB = 1 << 20
 CUDA = torch.device("cuda", 0)
@@ -128,6 +132,30 @@ def test_nothing_is_written_while_the_engine_sleeps(monkeypatch: pytest.MonkeyPa
         assert (answer["error"], answer["restored"]) == (SLEEPS, True)
     assert slipstream_prepare(server, new.to_message(), None) == SLEEPS
     assert touched == []
+
+
+def test_all_copies_are_made_on_one_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch keeps what was freed on a stream for that stream: others would take memory anew."""
+    made: list[torch.device] = []
+
+    def stream(device: torch.device) -> types.SimpleNamespace:
+        made.append(device)
+        return types.SimpleNamespace(device=device, synchronize=lambda: None)
+
+    copy = types.SimpleNamespace(device=CUDA, hashes={}, pairs=list, read=dict)
+    copy.load = lambda weights: None
+    monkeypatch.setattr(torch.cuda, "Stream", stream)
+    for name in ("device", "stream"):
+        monkeypatch.setattr(torch.cuda, name, contextlib.nullcontext)
+    monkeypatch.setattr("rollout_server.standby.StandbyCopy", lambda *given: copy)
+    read_back = types.SimpleNamespace(committed={}, lost=False, record=lambda hashes: None)
+    copies = Standby(lambda: linear(4), lambda: linear(4), read_back)  # type: ignore[arg-type]
+    releases = [WeightSource(str(n)) for n in range(10)]
+    for old, new in itertools.pairwise(releases):
+        ready(copies, new, keep=old)
+        assert copies.swap(new, old)
+        join()
+    assert made == [CUDA]
 
 
 def test_the_device_is_quiet_before_and_after_an_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
