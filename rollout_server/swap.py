@@ -44,6 +44,9 @@ _CALLED = "_already_called_process_weights_after_loading"
 _SMALL = 1 << 16
 """Bytes up to which contents are copied rather than memory exchanged."""
 
+_EXPERTS = "RoutedExperts"
+"""vLLM's class whose buffers no loader fills: with expert parallelism, which rank has which."""
+
 _PIECE = 16 << 20
 """Elements that are copied at a time on an accelerator."""
 
@@ -165,7 +168,7 @@ class StandbyCopy:
         if not own and not any(copy is not None for _, copy in named):
             return None
         kind = type(live).__name__
-        if any(buffer is not None for buffer in live._buffers.values()):
+        if kind != _EXPERTS and any(buffer is not None for buffer in live._buffers.values()):
             # What a loader copies into them would be live at once.
             raise NotSwappableError(f"{kind} has buffers")
         copy = live.__class__.__new__(live.__class__)

@@ -27,6 +27,9 @@ def fresh(releases: list[Path]) -> Drafts:
     made = Drafts(releases[0], releases, "mtp")
     [layer] = made.draft.model.layers.values()  # type: ignore[union-attr,operator]
     layer.shared_head.head = made.policy.lm_head = nn.Identity()
+    [experts] = [m for n, m in made.draft.named_modules() if n.endswith("routed_experts")]
+    # As with expert parallelism, of which this is the only rank.
+    experts._expert_map = torch.arange(experts.local_num_experts, dtype=torch.int32)  # type: ignore[arg-type]
     return made
 
 
