@@ -17,7 +17,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from rollout_server.acceptance import AcceptanceTracker
 from rollout_server.engine import VllmEngine
 from rollout_server.step_costs import PLAIN, SPECULATIVE, StepSum, StepSums
-from slipstream.costs import StepTable
+from slipstream.costs import OFF, StepTable
 from slipstream.economics import acceptance_length
 
 KEPT_STEPS = 200.0
@@ -47,9 +47,6 @@ REFRESH_LEAST_SECONDS = 0.2
 
 CALIBRATION_STEPS = 6
 """At least, of each draft length and number of requests, before the server is ready."""
-
-OFF = -1
-"""The draft length of a step without speculation: no draft runs. 0 is vLLM's own zero."""
 
 logger = logging.getLogger(__name__)
 

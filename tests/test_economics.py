@@ -8,13 +8,14 @@ import random
 import socket
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from draft_trainer.cli.main import main
 from draft_trainer.cli.plan import served_costs
-from draft_trainer.offline.plan import read_lengths
-from slipstream.costs import Roofline, StepTable, eagle3_shape, hardware, policy_shape
+from draft_trainer.offline.plan import Fleet, make_plan, read_lengths
+from slipstream.costs import OFF, Roofline, StepTable, eagle3_shape, hardware, policy_shape
 from slipstream.economics import (
     Loop,
     Upkeep,
@@ -47,14 +48,16 @@ RATES = (0.8, 0.6, 0.4)
 
 
 def test_a_table_is_linear_between_its_points_and_ends_at_the_largest() -> None:
-    assert TABLE.draft_lengths == (0, 3)
-    assert TABLE.seconds(0, 8) == 0.012
+    assert TABLE.draft_lengths == (OFF, 3)
+    assert TABLE.seconds(OFF, 8) == 0.012
     assert TABLE.seconds(3, 36) == pytest.approx(0.040)
     assert TABLE.seconds(3, 0.5) == 0.016
-    with pytest.raises(RefusedError, match=r"65, expected at most 64"):
-        TABLE.seconds(0, 65)
-    with pytest.raises(RefusedError, match=r"one of \[0, 3\]"):
-        TABLE.seconds(2, 1)
+    with pytest.raises(RefusedError, match=r"65, expected at most 64.*without speculation"):
+        TABLE.seconds(OFF, 65)
+    # A step without speculation is not vLLM's zero, in which the draft runs.
+    for unknown in (0, 2):
+        with pytest.raises(RefusedError, match=r"one of \[-1, 3\]"):
+            TABLE.seconds(unknown, 1)
 
 
 @pytest.mark.parametrize(
@@ -73,11 +76,11 @@ def test_a_table_that_cannot_be_is_refused(rows: list[tuple[float, int, float]],
 
 
 def test_a_cheaper_larger_step_within_the_noise_costs_the_same() -> None:
-    assert StepTable.of([(1, 0, 0.1), (8, 0, 0.097)]).seconds(0, 8) == 0.1
+    assert StepTable.of([(1, 0, 0.1), (8, 0, 0.097)]).seconds(OFF, 8) == 0.1
 
 
 def test_acceptance() -> None:
-    assert acceptance_length(RATES, 0) == 1
+    assert acceptance_length(RATES, 0) == acceptance_length(RATES, OFF) == 1
     assert acceptance_length(RATES, 3) == pytest.approx(2.8)
     # The last conditional acceptance, 0.4 / 0.6, goes on.
     assert extended(RATES, 5)[3:] == pytest.approx((0.4 * 2 / 3, 0.4 * 4 / 9))
@@ -94,30 +97,65 @@ def test_speed_up_and_the_best_length() -> None:
     assert break_even(TABLE, 3, 1) == pytest.approx(1.6)
     assert speed_up(TABLE, RATES, 3, 1) == pytest.approx(2.8 / 1.6)
     assert best_length(TABLE, RATES, 1) == 3
-    # Three times a plain step at 64 requests, for 2.8 tokens.
-    assert best_length(TABLE, RATES, 64) == 0
-    rows = schedule(lambda batch: best_length(TABLE, RATES, batch), 64)
+    # Three times a plain step at 64 requests, for 2.8 tokens: better none. But a table has no such
+    # choice, and what vLLM's zero costs is not known.
+    assert speed_up(TABLE, RATES, 3, 64) < 1
+    assert best_length(TABLE, RATES, 64) == 3
+    zero = StepTable({**TABLE.points, 0: ((1, 0.011), (64, 0.021))})
+    assert best_length(zero, RATES, 64) == 0
+    rows = schedule(lambda batch: best_length(zero, RATES, batch), 64)
     assert [row[2] for row in rows] == [3, 0]
     assert rows[0][0] == 1
     assert rows[0][1] + 1 == rows[1][0]
     assert rows[1][1] == 64
 
 
+def test_a_zero_in_a_table_costs_a_run_of_the_draft() -> None:
+    costs = StepTable(
+        {OFF: ((1, 0.1), (2, 0.1)), 0: ((1, 0.11), (2, 0.11)), 1: ((1, 0.12), (2, 0.3))}
+    )
+
+    def planned(rollouts: int) -> dict[str, Any]:
+        return make_plan(
+            Fleet(
+                costs=costs,
+                costs_source="by hand",
+                rates=(0.5,),
+                lengths=[30],
+                loop=Loop(0.0),
+                upkeep=Upkeep(),
+                rollouts=rollouts,
+                requests=2,
+            )
+        )
+
+    # Thirty steps of two requests with a draft that proposes nothing, then one request with drafts.
+    plan = planned(3)
+    assert plan["num_speculative_tokens_per_batch_size"] == [[1, 1, 1], [2, 2, 0]]
+    assert plan["arms"][-1]["generation"] == pytest.approx(30 * 0.11 + 20 * 0.12)
+    # Two requests all the time: only without speculation is a step as fast as without.
+    plan = planned(2)
+    assert plan["num_speculative_tokens_per_batch_size"] == []
+    assert plan["arms"][-1]["generation_speed_up"] == 1
+    assert [row["best"] for row in plan["batches"]] == [None, None]
+    assert plan["verdict"].startswith("Do not speculate")
+
+
 def test_generation_by_hand() -> None:
     flat = StepTable.of([(1, 0, 0.1), (2, 0, 0.1), (1, 1, 0.15), (2, 1, 0.15)])
-    plain = generate(flat, (0.5,), [10, 30], lambda batch: 0, slots=2)
+    plain = generate(flat, (0.5,), [10, 30], lambda batch: OFF, slots=2)
     assert plain.seconds == pytest.approx(3.0)
     assert plain.mean_batch == pytest.approx((1.0 * 2 + 2.0 * 1) / 3)
     drafted = generate(flat, (0.5,), [10, 30], lambda batch: 1, slots=2)
     assert drafted.seconds == pytest.approx(30 / 1.5 * 0.15)
     # One slot: one after the other. A third rollout takes the slot of the first that ends.
-    assert generate(flat, (0.5,), [10, 30], lambda batch: 0, slots=1).seconds == pytest.approx(4)
-    assert generate(flat, (0.5,), [10, 30, 5], lambda b: 0, slots=2).seconds == pytest.approx(3)
+    assert generate(flat, (0.5,), [10, 30], lambda batch: OFF, slots=1).seconds == pytest.approx(4)
+    assert generate(flat, (0.5,), [10, 30, 5], lambda b: OFF, slots=2).seconds == pytest.approx(3)
     # Drafts of a lone request only.
-    tail = generate(flat, (0.5,), [10, 30], lambda batch: int(batch == 1), slots=2)
+    tail = generate(flat, (0.5,), [10, 30], lambda batch: 1 if batch == 1 else OFF, slots=2)
     assert tail.seconds == pytest.approx(1.0 + 20 / 1.5 * 0.15)
     with pytest.raises(RefusedError, match="at least one rollout"):
-        generate(flat, (0.5,), [], lambda batch: 0, slots=2)
+        generate(flat, (0.5,), [], lambda batch: OFF, slots=2)
 
 
 def test_the_context_of_a_request_is_its_prompt_and_what_it_has_generated() -> None:
@@ -181,6 +219,8 @@ def test_shapes() -> None:
     roofline = Roofline(hardware("h100"), shape, eagle3_shape(LLAMA, 32_000))
     costs = [roofline.seconds(k, 8, 1000) for k in roofline.draft_lengths]
     assert costs == sorted(costs)
+    # A step without drafts, of a server that speculates: the draft runs once.
+    assert costs[1] > costs[0] + roofline.draft_seconds + roofline.speculative_seconds
 
 
 def test_lengths(tmp_path: Path) -> None:
@@ -236,10 +276,11 @@ def exposition(plain: int) -> str:
 def test_a_server_s_own_measurements() -> None:
     table, rates = served_costs(exposition(plain=100))
     assert rates == (0.8, 0.6)
-    assert (table.seconds(0, 1), table.seconds(2, 1)) == pytest.approx((0.01, 0.016))
+    found = [table.seconds(k, 1) for k in (OFF, 0, 2)]
+    assert found == pytest.approx([0.01, 0.012, 0.016])
     # A server that chooses its draft length has taken five plain steps before it is ready.
-    assert served_costs(exposition(plain=5))[0].draft_lengths == (0, 2)
-    with pytest.raises(RefusedError, match="timed plain steps"):
+    assert set(served_costs(exposition(plain=5))[0].draft_lengths) == {OFF, 0, 2}
+    with pytest.raises(RefusedError, match=r"no plain steps, .*lengths \[0, 2\].*timed plain"):
         served_costs(exposition(plain=3))
 
 
@@ -269,7 +310,7 @@ def test_plan_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     plan = json.loads(out.read_text())
     arms = {arm["name"]: arm for arm in plan["arms"]}
     assert plan["verdict"] in capsys.readouterr().out
-    assert plan["num_speculative_tokens_per_batch_size"][-1][2] == 0
+    assert plan["num_speculative_tokens_per_batch_size"] == [[1, 64, 3]]
     best = arms["best k per batch"]
     assert best["generation"] <= min(
         arms["no speculation"]["generation"], arms["k = 3"]["generation"]

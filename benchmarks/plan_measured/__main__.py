@@ -42,7 +42,7 @@ TOKENS = 64
 SETTLE_SECONDS = 5.0
 CORE = 0
 Cell = tuple[str, int, int]
-"""Draft, draft length, requests."""
+"""Draft, draft length (0: no speculation), requests."""
 
 
 class Load:
@@ -91,10 +91,11 @@ def predicted(task: str, folder: Path) -> dict[Cell, tuple[float, float]]:
             for requests in BATCHES:
                 load.run(requests, SETTLE_SECONDS)
             costs, rates = served_costs(httpx.get(f"{server.http}/metrics").text)
-            for k, requests in itertools.product(costs.draft_lengths, BATCHES):
+            lengths = (k for k in costs.draft_lengths if k)
+            for k, requests in itertools.product(lengths, BATCHES):
                 seconds = costs.seconds(k, requests)
                 gain = speed_up(costs, rates, k, requests)
-                found[draft, k, requests] = (seconds, gain)
+                found[draft, max(k, 0), requests] = (seconds, gain)
             say(f"{task}, {draft}: acceptance length {acceptance_length(rates, LONGEST):.2f}")
     return found
 

@@ -25,7 +25,7 @@ from scipy.optimize import least_squares
 
 from benchmarks.harness import Target, finish, options, table
 from benchmarks.plan_published.cells import MEASURED_COST, NOT_PREDICTED, published_cells
-from slipstream.costs import ModelShape, Roofline, StepTable, hardware, policy_shape
+from slipstream.costs import OFF, ModelShape, Roofline, StepTable, hardware, policy_shape
 from slipstream.economics import Loop, acceptance_length, break_even
 
 CONFIGS = {
@@ -145,7 +145,7 @@ def judge_tables(rows: Sequence[Row]) -> tuple[float, float, int, int]:
             for (k, batch), seconds in cells.items():
                 if batch in known or batch > max(b for k_, b in cells if k_ == k and b in known):
                     continue
-                errors.append(abs(table_of.seconds(k, batch) / seconds - 1))
+                errors.append(abs(table_of.seconds(k or OFF, batch) / seconds - 1))
                 for conditional in CONDITIONAL if k else ():
                     length = acceptance_length([conditional, conditional**2], k)
                     truth = length > seconds / cells[0, batch]

@@ -210,7 +210,7 @@ def served_costs(exposition: str) -> tuple[StepTable, tuple[float, ...]]:
     """
     from prometheus_client.parser import text_string_to_metric_families
 
-    from slipstream.costs import StepTable
+    from slipstream.costs import OFF, StepTable
 
     name = "slipstream_rollout_"
     values: dict[str, dict[tuple[str, ...], float]] = {}
@@ -225,15 +225,17 @@ def served_costs(exposition: str) -> tuple[StepTable, tuple[float, ...]]:
     )
     measured: list[tuple[float, int, float, float]] = []
     for (kind, requests, length, _), count in steps.items():
-        # With a draft length of 0 vLLM still runs the draft: that is no plain step.
-        if count >= LEAST_STEPS and (kind == "plain") == (length == "0") and kind != "mixed":
+        if count >= LEAST_STEPS and kind != "mixed":
             total = seconds[kind, requests, length, ""]
-            measured.append((float(requests), int(length), total / count, count))
+            k = OFF if kind == "plain" else int(length)
+            measured.append((float(requests), k, total / count, count))
     lengths = {k for _, k, _, _ in measured}
-    if not accepted or 0 not in lengths or len(lengths) == 1:
+    if not accepted or OFF not in lengths or max(lengths) < 1:
         raise RefusedError(
             "--server",
-            f"acceptance at {len(accepted)} positions, steps of draft lengths {sorted(lengths)}",
+            f"acceptance at {len(accepted)} positions, "
+            f"{'plain steps' if OFF in lengths else 'no plain steps'}, "
+            f"steps of draft lengths {sorted(lengths - {OFF})}",
             "a server that has generated with drafts and timed plain steps",
             "serve with --speculation auto or --time-plain-steps, or give --step-costs",
         )

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from draft_trainer.files import written_whole
-from slipstream.costs import Costs
+from slipstream.costs import OFF, Costs
 from slipstream.economics import (
     Generation,
     Loop,
@@ -88,7 +88,7 @@ def make_plan(fleet: Fleet) -> dict[str, Any]:
         RefusedError: a cost is not known at a number of requests that the fleet reaches.
     """
     costs, rates = fleet.costs, fleet.rates
-    lengths = [k for k in costs.draft_lengths if k]
+    lengths = [k for k in costs.draft_lengths if k > 0]
     context = fleet.prompt_tokens + sum(fleet.lengths) / len(fleet.lengths) / 2
     batches = sorted({2**i for i in range(12) if 2**i < fleet.requests} | {fleet.requests})
     steps = _draw_steps(fleet)
@@ -96,27 +96,28 @@ def make_plan(fleet: Fleet) -> dict[str, Any]:
     def table_of(rates: Sequence[float]) -> dict[int, int]:
         return {b: best_length(costs, rates, b, context) for b in range(1, fleet.requests + 1)}
 
-    def by_table(rates: Sequence[float]) -> Callable[[float], int]:
+    def arm(name: str, rates: Sequence[float], k: int) -> Arm:
+        return _simulate(fleet, steps, name, rates, lambda batch: k)
+
+    def best(
+        name: str, rates: Sequence[float], steps: Sequence[Sequence[Sequence[float]]] = steps
+    ) -> Arm:
+        """By the best table, or without speculation where that is as fast."""
         table = table_of(rates)
-        return lambda batch: table[round(batch)]
+        choices = (lambda batch: OFF, lambda batch: table[round(batch)])
+        arms = [_simulate(fleet, steps, name, rates, choose) for choose in choices]
+        return min(arms, key=lambda arm: arm.generation)
 
-    def arm(name: str, rates: Sequence[float], choose: Callable[[float], int]) -> Arm:
-        return _simulate(fleet, steps, name, rates, choose)
-
-    table = table_of(rates)
-    plain = arm("no speculation", rates, lambda batch: 0)
-    fixed = {k: arm(f"k = {k}", rates, _always(k)) for k in lengths}
-    chosen = arm("best k per batch", rates, by_table(rates))
-    frozen = fleet.frozen_rates and arm(
-        "frozen draft, best k per batch", fleet.frozen_rates, by_table(fleet.frozen_rates)
-    )
+    plain = arm("no speculation", rates, OFF)
+    fixed = {k: arm(f"k = {k}", rates, k) for k in lengths}
+    chosen = best("best k per batch", rates)
+    table = table_of(rates) if chosen.generation < plain.generation else {}
+    frozen = fleet.frozen_rates and best("frozen draft, best k per batch", fleet.frozen_rates)
     best_k = min(fixed, key=lambda k: fixed[k].generation) if fixed else 0
     more = [rate + 0.1 * rate / max(sum(rates), 1e-9) for rate in rates]
-    better = arm("", [min(rate, 1.0) for rate in more], by_table(rates))
+    better = best("", [min(rate, 1.0) for rate in more])
     few = steps[: max(1, min(len(steps), 2000 // (fleet.engines * fleet.rollouts) + 1))]
-    drift = drift_that_pays(
-        lambda rates: _simulate(fleet, few, "", rates, by_table(rates)).step, rates, fleet.upkeep
-    )
+    drift = drift_that_pays(lambda rates: best("", rates, few).step, rates, fleet.upkeep)
     plan: dict[str, Any] = {
         "inputs": {
             "step_costs": fleet.costs_source,
@@ -133,15 +134,15 @@ def make_plan(fleet: Fleet) -> dict[str, Any]:
         "batches": [
             {
                 "requests": batch,
-                "plain_step_seconds": costs.seconds(0, batch, context),
+                "plain_step_seconds": costs.seconds(OFF, batch, context),
                 "break_even": {str(k): break_even(costs, k, batch, context) for k in lengths},
                 "speed_up": {str(k): speed_up(costs, rates, k, batch, context) for k in lengths},
-                "best": table[batch],
+                "best": table.get(batch),
             }
             for batch in batches
         ],
         "acceptance_length": {str(k): acceptance_length(rates, k) for k in lengths},
-        "num_speculative_tokens_per_batch_size": schedule(table.__getitem__, fleet.requests),
+        "num_speculative_tokens_per_batch_size": schedule(table.__getitem__, len(table)),
         "arms": [
             {**vars(a), "generation_speed_up": plain.generation / a.generation}
             | {"step_speed_up": plain.step / a.step}
@@ -156,17 +157,13 @@ def make_plan(fleet: Fleet) -> dict[str, Any]:
     return plan
 
 
-def _always(k: int) -> Callable[[float], int]:
-    return lambda batch: k
-
-
 def verdict(plan: Mapping[str, Any]) -> str:
     """The plan in a sentence or two."""
     arms = {a["name"]: a for a in plan["arms"]}
     plain, chosen = arms["no speculation"], arms["best k per batch"]
     gain = chosen["generation_speed_up"]
-    if all(k == 0 for *_, k in plan["num_speculative_tokens_per_batch_size"]):
-        return "Do not speculate: at every batch size a drafted step costs more than it gains."
+    if not plan["num_speculative_tokens_per_batch_size"]:
+        return "Do not speculate: drafts cost more than they gain, whatever their length is."
     fixed = plan["best_fixed_k"]
     text = (
         f"Speculate: generation is {gain:.2f}x as fast with the best draft length per batch size "
@@ -278,7 +275,7 @@ def tables(plan: Mapping[str, Any]) -> list[tuple[str, list[str], list[list[str]
                     str(row["requests"]),
                     f"{1e3 * row['plain_step_seconds']:.3g}",
                     *(f"{row['speed_up'][k]:.2f}" for k in lengths),
-                    str(row["best"]),
+                    "none" if row["best"] is None else str(row["best"]),
                 ]
                 for row in plan["batches"]
             ],

@@ -17,13 +17,17 @@ from slipstream.errors import RefusedError
 
 COLUMNS = ("batch_size", "num_draft_tokens", "step_seconds")
 
+OFF = -1
+"""The draft length of a step without speculation: no draft runs. 0 is vLLM's own zero, in a table
+that has other lengths: the draft runs once, to keep its KV cache filled."""
+
 
 class Costs(Protocol):
     """Seconds of engine steps."""
 
     @property
     def draft_lengths(self) -> tuple[int, ...]:
-        """The k that have a cost, ascending, 0 among them."""
+        """The k that have a cost, ascending, ``OFF`` among them."""
 
     def seconds(self, k: int, batch: float, context: float) -> float:
         """Of one step of ``batch`` requests with k drafted tokens each and ``context`` tokens of
@@ -45,7 +49,7 @@ class StepTable:
 
     @classmethod
     def of(cls, rows: Iterable[tuple[float, int, float]], noise: float = 0.05) -> StepTable:
-        """From (requests, k, seconds).
+        """From (requests, drafted tokens, seconds), as in ``COLUMNS``: 0 is without speculation.
 
         Args:
             noise: a larger step may be cheaper than a smaller one by this share; it is then taken
@@ -90,7 +94,7 @@ class StepTable:
                     )
                 highest = max(highest, seconds)
                 kept.append((batch, highest))
-            points[k] = tuple(kept)
+            points[k or OFF] = tuple(kept)
         return cls(points)
 
     @classmethod
@@ -160,7 +164,8 @@ class StepTable:
             raise RefusedError(
                 "batch size",
                 f"{batch:g}",
-                f"at most {points[-1][0]:g}, the largest measured at k = {k}",
+                f"at most {points[-1][0]:g}, the largest measured "
+                + ("without speculation" if k == OFF else f"at k = {k}"),
                 "measure steps of that many requests",
             )
         low = points[0]
@@ -353,13 +358,13 @@ class Roofline:
         context_share: of the KV cache's bytes that a pass pays for.
         request_seconds: added for each request.
         draft_seconds: added for each draft pass.
-        speculative_seconds: added once to a step with drafts.
+        speculative_seconds: added once to a step in which the draft runs.
     """
 
     hardware: Hardware
     policy: ModelShape
     draft: ModelShape
-    draft_lengths: tuple[int, ...] = (0, 1, 2, 3, 4, 5, 6, 7)
+    draft_lengths: tuple[int, ...] = (OFF, 0, 1, 2, 3, 4, 5, 6, 7)
     memory_share: float = 0.742
     compute_share: float = 0.832
     corner: float = 1.34
@@ -378,8 +383,9 @@ class Roofline:
 
     def seconds(self, k: int, batch: float, context: float) -> float:
         """See ``Costs``."""
-        step = self.forward(self.policy, batch, k + 1, context) + self.request_seconds * batch
-        if k:
+        tokens = max(k, 0) + 1
+        step = self.forward(self.policy, batch, tokens, context) + self.request_seconds * batch
+        if k != OFF:
             draft = self.forward(self.draft, batch, 1, context) + self.draft_seconds
-            step += k * draft + self.speculative_seconds
+            step += max(k, 1) * draft + self.speculative_seconds
         return step

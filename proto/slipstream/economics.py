@@ -2,11 +2,11 @@
 
 Pure functions of costs that were measured or stated; nothing here imports torch or gRPC.
 
-Symbols: k draft length; b requests in an engine step; t(k, b) seconds of that step; AL(k)
-acceptance length, tokens of a request in a step with the bonus token. A request gains
-AL(k) / t(k, b) tokens a second, so speculation pays while AL(k) is above its break-even,
-c(k, b) = t(k, b) / t(0, b). Acceptance does not depend on b and cost does not depend on the draft's
-quality, so the two are measured apart and combined here.
+Symbols: k draft length, OFF without speculation; b requests in an engine step; t(k, b) seconds of
+that step; AL(k) acceptance length, tokens of a request in a step with the bonus token. A request
+gains AL(k) / t(k, b) tokens a second, so speculation pays while AL(k) is above its break-even,
+c(k, b) = t(k, b) / t(OFF, b). Acceptance does not depend on b and cost does not depend on the
+draft's quality, so the two are measured apart and combined here.
 
 Sources: arXiv 2211.17192 (accepted tokens), arXiv 2604.26779 (step time and its speed-up).
 """
@@ -17,7 +17,7 @@ import heapq
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from slipstream.costs import Costs
+from slipstream.costs import OFF, Costs
 from slipstream.errors import RefusedError
 
 
@@ -50,8 +50,8 @@ def extended(rates: Sequence[float], k: int) -> tuple[float, ...]:
 
 
 def acceptance_length(rates: Sequence[float], k: int) -> float:
-    """AL(k): 1 for k = 0."""
-    return 1 + sum(extended(rates, k))
+    """AL(k): 1 for k = 0 and without speculation."""
+    return 1 + sum(extended(rates, max(k, 0)))
 
 
 def scaled(rates: Sequence[float], factor: float) -> tuple[float, ...]:
@@ -68,24 +68,24 @@ def scaled(rates: Sequence[float], factor: float) -> tuple[float, ...]:
 
 def break_even(costs: Costs, k: int, batch: float, context: float = 0.0) -> float:
     """c(k, b): the acceptance length above which k drafted tokens pay."""
-    return costs.seconds(k, batch, context) / costs.seconds(0, batch, context)
+    return costs.seconds(k, batch, context) / costs.seconds(OFF, batch, context)
 
 
 def speed_up(
     costs: Costs, rates: Sequence[float], k: int, batch: float, context: float = 0.0
 ) -> float:
-    """Tokens a second with k drafted tokens, relative to none."""
+    """Tokens a second with k drafted tokens, relative to no speculation."""
     return acceptance_length(rates, k) / break_even(costs, k, batch, context)
 
 
 def best_length(costs: Costs, rates: Sequence[float], batch: float, context: float = 0.0) -> int:
-    """The k with the most tokens a second; 0 unless one gains."""
-    best, most = 0, 1.0
-    for k in costs.draft_lengths:
-        gain = speed_up(costs, rates, k, batch, context) if k else 1.0
-        if gain > most:
-            best, most = k, gain
-    return best
+    """The k with the most tokens a second where the server speculates, whether or not it gains.
+
+    A table cannot turn speculation off for some batch sizes: its 0, where the cost of that is
+    known, still runs the draft.
+    """
+    lengths = (k for k in costs.draft_lengths if k != OFF)
+    return max(lengths, key=lambda k: speed_up(costs, rates, k, batch, context), default=OFF)
 
 
 def schedule(choose: Callable[[int], int], largest: int) -> list[list[int]]:
