@@ -67,7 +67,6 @@ class ReadBack:
 
     def __init__(self, policy: GetModel, draft: GetModel) -> None:
         self._policy, self._draft = policy, draft
-        self.asleep = False
         self.lost = False
         self.committed = self._now()
 
@@ -82,9 +81,7 @@ class ReadBack:
         self.lost = False
 
     def check(self) -> str:
-        """``SAME``, ``DIFFERS``, or ``ASLEEP`` while the memory must not be touched."""
-        if self.asleep:
-            return ASLEEP
+        """``SAME`` or ``DIFFERS``; not while the engine sleeps, whose memory is gone."""
         return DIFFERS if self.lost or self._now() != self.committed else SAME
 
     @torch.no_grad()

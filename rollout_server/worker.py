@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from rollout_server.read_back import SAME, ReadBack
+from rollout_server.read_back import ASLEEP, SAME, ReadBack
 from rollout_server.reload import Change, LiveModel, Result, apply_all
 from rollout_server.served.derived import unaccounted
 from rollout_server.standby import READY, Standby
@@ -29,7 +29,7 @@ from slipstream.errors import RefusedError
 # vLLM shows what is logged below its own name.
 logger = logging.getLogger("vllm.slipstream")
 
-_HOOKS = "slipstream_hooks"
+_HOOKS, _SLEEPS = "slipstream_hooks", "slipstream_sleeps"
 
 SLEEPS = "the engine sleeps and has no memory for weights: wake it up first"
 
@@ -190,8 +190,8 @@ def slipstream_apply(self: Any, messages: list[Mapping[str, Any]]) -> dict[str, 
 
 
 def _sleeps(worker: Any) -> bool:
-    hooks: WorkerHooks | None = getattr(worker, _HOOKS, None)
-    return hooks is not None and hooks.read_back.asleep
+    # Noted without hooks too: a server without a draft has none, and its policy sleeps as well.
+    return bool(getattr(worker, _SLEEPS, False))
 
 
 def _receive(worker: Any, transfer: str) -> None:
@@ -236,7 +236,9 @@ def slipstream_prepare(self: Any, source: Mapping[str, Any], keep: Mapping[str, 
 
 def slipstream_read_back(self: Any) -> str:
     """``ReadBack``'s finding about the draft in this worker's memory."""
-    return SAME if self.get_draft_model() is None else WorkerHooks.of(self).read_back.check()
+    if self.get_draft_model() is None:
+        return SAME
+    return ASLEEP if _sleeps(self) else WorkerHooks.of(self).read_back.check()
 
 
 def slipstream_set_speculation(self: Any, enabled: bool) -> float:
@@ -318,18 +320,17 @@ def watch_sleep(worker_class: type) -> None:
         return
 
     def noted_sleep(self: Any, level: int = 1) -> None:
+        setattr(self, _SLEEPS, True)
         hooks: WorkerHooks | None = getattr(self, _HOOKS, None)
         if hooks is not None:
-            hooks.read_back.asleep = True
             hooks.read_back.lost = hooks.read_back.lost or level >= 2
             hooks.standby.drop()  # sleep frees memory
         sleep(self, level)
 
     def noted_wake_up(self: Any, tags: list[str] | None = None) -> None:
         wake_up(self, tags)
-        hooks: WorkerHooks | None = getattr(self, _HOOKS, None)
-        if hooks is not None and (tags is None or "weights" in tags):
-            hooks.read_back.asleep = False
+        if tags is None or "weights" in tags:
+            setattr(self, _SLEEPS, False)
 
     noted_sleep._slipstream = True  # type: ignore[attr-defined]
     worker_class.sleep = noted_sleep  # type: ignore[attr-defined]

@@ -13,9 +13,9 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from rollout_server import swap, worker
-from rollout_server.read_back import element_hash
+from rollout_server.read_back import SAME, element_hash
 from rollout_server.reload import Change
-from rollout_server.standby import Standby
+from rollout_server.standby import READY, Standby
 from rollout_server.store import WeightSource
 from rollout_server.swap import must_pin, swap_contents
 from rollout_server.worker import (
@@ -24,6 +24,8 @@ from rollout_server.worker import (
     reserve_standby,
     slipstream_apply,
     slipstream_prepare,
+    slipstream_read_back,
+    watch_sleep,
 )
 from slipstream.errors import RefusedError
 from tests.rollout_server.test_swap import join, ready
@@ -61,7 +63,12 @@ def a_worker(policy: nn.Module, draft: nn.Module | None, available: int) -> Any:
         def get_draft_model(self) -> nn.Module | None:
             return draft
 
+        def sleep(self, level: int = 1) -> None: ...
+
+        def wake_up(self, tags: list[str] | None = None) -> None: ...
+
     reserve_standby(Worker)
+    watch_sleep(Worker)
     return Worker()
 
 
@@ -118,20 +125,28 @@ def test_a_policy_is_not_reloaded_where_one_layer_does_not_fit_twice(
         worker.check_room(policy)
 
 
-def test_nothing_is_written_while_the_engine_sleeps(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("draft", [nn.Sequential(linear(32)), None], ids=["draft", "without"])
+def test_nothing_is_written_while_the_engine_sleeps(
+    monkeypatch: pytest.MonkeyPatch, draft: nn.Module | None
+) -> None:
     """Its addresses have no memory then: on a GPU a write ends the engine."""
-    policy, draft = linear(16), nn.Sequential(linear(32))
-    server = a_worker(policy, draft, 0)
+    server = a_worker(linear(16), draft, 0)
+    assert slipstream_read_back(server) == SAME, "as at the engine's start"
     touched: list[object] = []
     monkeypatch.setattr(worker, "apply_all", lambda changes: touched.append(changes))
     monkeypatch.setattr(swap.StandbyCopy, "__init__", lambda *given: touched.append(given))
-    worker.WorkerHooks.of(server).read_back.asleep = True
     new, old = WeightSource("/new"), WeightSource("/old")
-    for kind in ("draft", "policy"):
-        answer = slipstream_apply(server, [Change(kind, new, old).to_message()])
-        assert (answer["error"], answer["restored"]) == (SLEEPS, True)
-    assert slipstream_prepare(server, new.to_message(), None) == SLEEPS
+    server.sleep()
+    for tags in (None, ["kv_cache"]):
+        if tags:
+            server.wake_up(tags)
+        for kind in ("draft", "policy"):
+            answer = slipstream_apply(server, [Change(kind, new, old).to_message()])
+            assert (answer["error"], answer["restored"]) == (SLEEPS, True)
+        assert slipstream_prepare(server, new.to_message(), None) == (SLEEPS if draft else READY)
     assert touched == []
+    server.wake_up(["weights"])
+    assert slipstream_read_back(server) == SAME
 
 
 def test_all_copies_are_made_on_one_stream(monkeypatch: pytest.MonkeyPatch) -> None:

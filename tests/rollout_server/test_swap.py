@@ -17,7 +17,7 @@ from rollout_server.reload import Change, LiveModel, apply_all, load
 from rollout_server.standby import READY, WORKING, Standby
 from rollout_server.store import Key, StagedTensor, WeightSource
 from rollout_server.swap import NotSwappableError, StandbyCopy, pairs_of, swap_contents
-from rollout_server.worker import WorkerHooks, watch_sleep
+from rollout_server.worker import WorkerHooks, slipstream_read_back, watch_sleep
 from tests.rollout_server import checkpoints
 
 
@@ -353,13 +353,13 @@ def test_a_draft_is_lost_in_sleep_level_2_and_not_in_level_1() -> None:
     worker = Sleeper()
     state = worker.slipstream_hooks.read_back
     worker.sleep(1)
-    assert state.check() == ASLEEP
+    assert slipstream_read_back(worker) == ASLEEP
     worker.wake_up(["kv_cache"])
-    assert state.check() == ASLEEP
+    assert slipstream_read_back(worker) == ASLEEP
     worker.wake_up(["weights"])
-    assert state.check() == SAME
+    assert slipstream_read_back(worker) == SAME
     worker.sleep(2)
     worker.wake_up()
-    assert state.check() == DIFFERS
+    assert slipstream_read_back(worker) == DIFFERS
     state.record()
-    assert state.check() == SAME
+    assert slipstream_read_back(worker) == SAME
