@@ -109,7 +109,7 @@ class RolloutControl:
         self.staged: dict[str, Weights] = {}
         self.commits = {DRAFT: 0, POLICY: 0}
         self.speculation_enabled = True
-        self._speculation_wanted = True
+        self.speculation_wanted = True
         self._speculation_pays = True
         self.untrusted = asyncio.Event()
         self._against: dict[str, str] = {}
@@ -189,6 +189,7 @@ class RolloutControl:
             trainer=self.trainer,
             engine_seconds=self.tracker.engine_seconds,
             speed_up=self.tracker.speed_up,
+            speculation_wanted=self.speculation_wanted,
         )
         state.MergeFrom(self._constants)
         return state
@@ -277,7 +278,7 @@ class RolloutControl:
 
     async def set_speculation(self, enabled: bool) -> Result:
         """Turn drafting on or off between two engine steps."""
-        self._speculation_wanted = enabled
+        self.speculation_wanted = enabled
         return await self._to_the_end(lambda _: self._set_speculation(self._drafting))
 
     async def set_draft_lengths(self, lengths: Sequence[int] | None) -> None:
@@ -296,7 +297,7 @@ class RolloutControl:
 
     @property
     def _drafting(self) -> bool:
-        return self._speculation_wanted and self._speculation_pays
+        return self.speculation_wanted and self._speculation_pays
 
     @asynccontextmanager
     async def without_speculation(self) -> AsyncIterator[None]:
@@ -382,7 +383,8 @@ class RolloutControl:
         if enabled != self.speculation_enabled:
             worker_seconds = await self.engine.set_speculation(enabled)
             self.speculation_enabled = enabled
-            self.tracker.wake()
+        # Also where only what is wanted changed.
+        self.tracker.wake()
         return Result(worker_seconds)
 
     async def _apply(self, todo: Sequence[Weights], label: str, arrival: float) -> Result:

@@ -239,6 +239,12 @@ FACTS: tuple[Fact[Observed], ...] = (
         "1 while drafts are proposed.",
         lambda o: o.control.speculation_enabled,
     ),
+    Fact(
+        "speculation_wanted",
+        "0 while drafts are kept off by the trainer's `publish.max_draft_lag`, `SetSpeculation` or "
+        "`--speculation off`. While it is 1 and `speculation_enabled` is 0, no draft length pays.",
+        lambda o: o.control.speculation_wanted,
+    ),
     Fact("draft_length", "Tokens that a draft proposes at most (k).", lambda o: o.draft_length),
     Fact("draft_version", "Live draft version.", lambda o: o.control.live[DRAFT].version),
     Fact(

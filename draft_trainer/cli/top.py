@@ -237,7 +237,7 @@ def picture(seen: Seen, servers: int = SERVERS_SHOWN) -> Group:
     from draft_trainer.state import described, kind_name
 
     status = seen.status
-    ready = sum(_state_of(server) == "ready" for server in status.servers)
+    ready = sum(_state_of(server).startswith("ready") for server in status.servers)
     parts: list[RenderableType] = [_title(seen), _versions(status)]
     if seen.error:
         parts.append(Text(f" {clean(seen.error)}", style="bold red"))
@@ -297,10 +297,10 @@ def _fleet(status: pb.TrainerStatus, most: int) -> RenderableType:
         side: Literal["left", "right"] = "right" if name[0] in "dpl" else "left"
         # Where there is no room for all, the last column gives up its own.
         table.add_column(name, no_wrap=name != "why", justify=side)
-    servers = sorted(status.servers, key=lambda s: (_state_of(s) == "ready", s.address))
+    servers = sorted(status.servers, key=lambda s: (_state_of(s).startswith("ready"), s.address))
     for server in servers[:most]:
         state = _state_of(server)
-        style = {"ready": "green", "not drafting": "yellow"}.get(state, "bold red")
+        style = {"ready": "green", "not drafting": "yellow"}.get(state.split(",")[0], "bold red")
         address, _, *cells, why = map(str, _server_cells(server))
         table.add_row(address, Text(state, style), *cells, Text(why[:120], "red"))
     if len(servers) > most:
@@ -384,7 +384,9 @@ def _state_of(server: console.ServerView) -> str:
         return "unreachable"
     if server.state.not_ready:
         return "not ready"
-    return "ready" if server.state.speculation_enabled else "not drafting"
+    if server.state.speculation_enabled:
+        return "ready"
+    return "ready, no draft pays" if server.state.speculation_wanted else "not drafting"
 
 
 def number(value: float | None, form: str = ".3f") -> str:

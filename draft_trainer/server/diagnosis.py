@@ -220,7 +220,8 @@ def _servers(status: TrainerStatus, config: TrainerConfig) -> Found:
         if server.state.not_ready:
             next_step = "wait two minutes for the trainer to repair it; if it does not, restart it"
             return PROBLEM, f"{name} is not ready: {server.state.not_ready}", next_step
-        if server.reachable and not server.state.speculation_enabled:
+        wanted = server.state.speculation_wanted or server.state.speculation_enabled
+        if server.reachable and not wanted:
             next_step = "wait for a fresher release, or turn it on with SetSpeculation"
             return PROBLEM, f"{name} generates without drafts", next_step
         wrong = drafts_otherwise(server.state, config) if server.reachable else None
@@ -234,6 +235,10 @@ def _servers(status: TrainerStatus, config: TrainerConfig) -> Found:
     if len(ways) > 1:
         found = f"the servers draft with different settings: {', '.join(sorted(ways))}"
         return PROBLEM, found, "start them with the same --draft-length and sampling method"
+    plain = sum(s.reachable and not s.state.speculation_enabled for s in status.servers)
+    if plain:
+        found = f"{len(status.servers)} answer, {plain} draft nothing: there no draft length pays"
+        return OK, found, ""
     return OK, f"{len(status.servers)} answer and draft", ""
 
 

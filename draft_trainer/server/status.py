@@ -140,14 +140,14 @@ class FleetView:
         if server.error:
             self._note(console.EVENT_KIND_SERVER_BACK, server)
         first = not server.HasField("state")
-        was_ready, drafted = not server.state.not_ready, server.state.speculation_enabled
+        was_ready, drafted = not server.state.not_ready, _wanted(server.state)
         server.error, server.reachable, server.seen_at = "", True, time.time()
         server.state.CopyFrom(state)
         if was_ready and state.not_ready:
             self._note(console.EVENT_KIND_SERVER_NOT_READY, server, state.not_ready)
         elif not was_ready and not state.not_ready:
             self._note(console.EVENT_KIND_SERVER_READY, server)
-        if not first and drafted != state.speculation_enabled:
+        if not first and drafted != _wanted(state):
             on, off = console.EVENT_KIND_SPECULATION_ON, console.EVENT_KIND_SPECULATION_OFF
             self._note(off if drafted else on, server)
 
@@ -334,6 +334,11 @@ class Status:
                 known[version] = manifest.trained_against_policy_version
         self._against = known
         return [known[version] for version in versions]
+
+
+def _wanted(state: rollout.ServerState) -> bool:
+    """Whether nobody turned drafting off: where no draft length pays there are no drafts either."""
+    return state.speculation_wanted or state.speculation_enabled
 
 
 def _speed_up(servers: Iterable[console.ServerView]) -> float | None:

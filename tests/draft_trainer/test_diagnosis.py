@@ -180,6 +180,23 @@ FEW = "124 held-out anchors in 3 prompts, 200 in 4 are needed"
             *("servers", PROBLEM, "0 tokens greedy, 0 tokens probabilistic", "--draft-length"),
         ),
         (
+            {"servers": [ServerView(address="a:1", reachable=True, state=ServerState())]},
+            *("servers", PROBLEM, "a:1 generates without drafts", "SetSpeculation"),
+        ),
+        (
+            {
+                "servers": [
+                    ServerView(
+                        address="a:1",
+                        reachable=True,
+                        state=ServerState(speculation_wanted=True, speculation_enabled=drafts),
+                    )
+                    for drafts in (False, True)
+                ]
+            },
+            *("servers", OK, "2 answer, 1 draft nothing: there no draft length pays", ""),
+        ),
+        (
             {"trial": TrialView(draft_version=5, undecided="too little traffic")},
             *("trial", PROBLEM, "without a verdict: too little traffic", "canary.min_drafts"),
         ),

@@ -156,6 +156,22 @@ def test_the_fleets_changes_are_events_once(tmp_path: Path) -> None:
     ]
 
 
+def test_a_server_on_which_no_draft_pays_is_ready_and_no_event(tmp_path: Path) -> None:
+    log = State(tmp_path).events
+    view = FleetView(log)
+    on = rollout_server_pb2.ServerState(speculation_enabled=True, speculation_wanted=True)
+    unpaid = rollout_server_pb2.ServerState(speculation_wanted=True)
+    off = rollout_server_pb2.ServerState()
+    for state in (on, unpaid, on, unpaid):
+        view.looked({"a:1": state})
+    console = Console(width=160, highlight=False)
+    with console.capture() as taken:
+        console.print(picture(Seen("a:1", TrainerStatus(servers=view.servers()))))
+    assert "fleet, 1 of 1 ready" in taken.get() and "ready, no draft pays" in taken.get()
+    view.looked({"a:1": off})
+    assert [e.kind for e in log.since(0)][1:] == [pb.EVENT_KIND_SPECULATION_OFF]
+
+
 def test_no_drafts_are_a_dash() -> None:
     assert number(None) == DASH and number(1.0) == "1.000"
     assert shares([0.9, 1.0, 0.0]) == ".90 1.0 .00"

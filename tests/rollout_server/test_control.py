@@ -222,6 +222,24 @@ def test_a_moment_without_speculation_ends_as_was_asked_for_last(tmp_path: Path)
     assert asyncio.run(turn()) == [False, True, False]
 
 
+@pytest.mark.anyio
+async def test_who_turned_drafting_off_can_be_told(plane: Plane) -> None:
+    control = plane.control
+
+    def drafting() -> tuple[bool, bool]:
+        state = control.state()
+        return state.speculation_enabled, state.speculation_wanted
+
+    assert drafting() == (True, True)
+    await control.set_draft_lengths(None)
+    assert drafting() == (False, True), "no length pays"
+    await control.set_speculation(False)
+    await control.set_draft_lengths([1, 1])
+    assert drafting() == (False, False), "somebody turned it off"
+    await control.set_speculation(True)
+    assert drafting() == (True, True)
+
+
 def test_reasons_come_and_go_by_source(plane: Plane) -> None:
     control = plane.control
     assert control.not_ready == ""
