@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 from collections.abc import Mapping
 
 from draft_trainer.config import HELD_OUT_MOST, TrainerConfig
@@ -280,17 +281,22 @@ def _most(counts: Mapping[str, int]) -> tuple[str, int]:
 
 
 class ProblemLog:
-    """Logs a problem when it begins, and that it is over; not every time that it is found."""
+    """Logs a problem when it begins, and that it is over; not every time that it is found.
+
+    Problems of a part are told apart by their next step without its numbers, which change.
+    """
 
     def __init__(self) -> None:
-        self._told: set[str] = set()
+        self._told: dict[str, str] = {}
 
     def note(self, diagnosis: list[Diagnosis]) -> None:
         """What was found now."""
         for one in diagnosis:
-            if one.severity == PROBLEM and one.part not in self._told:
-                self._told.add(one.part)
+            if one.severity != PROBLEM:
+                if self._told.pop(one.part, None) is not None:
+                    logger.warning("%s: resolved (%s)", one.part, one.found)
+                continue
+            problem = re.sub(r"[\d.]+", "", one.next_step)
+            if self._told.get(one.part) != problem:
+                self._told[one.part] = problem
                 logger.warning("%s: %s. Next step: %s", one.part, one.found, one.next_step)
-            elif one.severity == OK and one.part in self._told:
-                self._told.discard(one.part)
-                logger.warning("%s: resolved (%s)", one.part, one.found)

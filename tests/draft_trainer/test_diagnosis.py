@@ -229,6 +229,34 @@ def test_a_problem_is_logged_once_and_again_when_it_comes_back(
     assert "resolved" in lines[1] and lines[2] == lines[0]
 
 
+def test_a_problem_that_takes_anothers_place_is_logged_too(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    log = ProblemLog()
+    many = Verdict(outcome="not_measured", reason=FEW, held_out_anchors=124, held_out_prompts=3)
+    more = Verdict(outcome="not_measured", reason=FEW, held_out_anchors=150, held_out_prompts=3)
+    for changes in (
+        {"samples_refused": 900, "last_verdict": many},
+        {"samples_refused": 901, "last_verdict": more},
+        {"evicted_by_reason": {"stale": 600}, "last_verdict": more},
+    ):
+        log.note(diagnose(healthy(**changes), CONFIG))
+    told = [line.partition(" (")[0] for line in caplog.messages]
+    assert [line.split(":")[0] for line in told] == ["samples", "gate", "samples"]
+    assert "samples were refused" in told[0] and "samples were dropped" in told[2]
+
+
+def test_a_problem_that_turns_into_waiting_is_over(caplog: pytest.LogCaptureFixture) -> None:
+    log = ProblemLog()
+    full = {"training_error": "training waits: full"}
+    paused = {"training_paused": True, "training_decision": "saves 1 s, costs 9 s"}
+    for changes in (full, paused, paused, full):
+        log.note(diagnose(healthy(**changes), CONFIG))
+    lines = caplog.messages
+    assert len(lines) == 3 and lines[2] == lines[0]
+    assert lines[1] == "training: resolved (training is paused: saves 1 s, costs 9 s)"
+
+
 def test_doctor_of_a_running_trainer(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
