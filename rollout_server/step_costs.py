@@ -187,6 +187,8 @@ class CostWatch:
         live = pb.AcceptanceCounters()
         live.CopyFrom(tracker.exposed()[tracker.live])
         self._costs.add(time.monotonic(), sums, live)
+        # Without drafts nothing else tells watchers that the engine works.
+        tracker.wake()
 
     async def probe(self) -> None:
         """Take plain steps for a moment, if the cost of one is needed and not known."""

@@ -45,6 +45,21 @@ def test_an_engine_that_generates_nothing_is_not_asked() -> None:
     assert costs.sums == {("speculative", 1, 3): StepSum(1, 1.0)}
 
 
+def test_watchers_are_told_of_an_engine_that_works_without_drafts() -> None:
+    source, tracker = Source(), AcceptanceTracker()
+    watch = CostWatch(source.step_sums, tracker, StepCosts())
+    tracker.start(0)
+    tracker.generated(5)
+
+    async def look() -> bool:
+        told = asyncio.create_task(tracker.changed(30.0))
+        await asyncio.sleep(0)
+        await watch.read()
+        return tracker.engine_seconds == 1.0 and await told
+
+    assert asyncio.run(look())
+
+
 def test_a_slow_engine_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rollout_server.step_costs.READ_SECONDS", 0.0)
     source, tracker = Source(), AcceptanceTracker()
