@@ -48,8 +48,9 @@ class Doctor(Connection):
             found += check_configuration(config)
             server = config.server
             if address == DEFAULT_ADDRESS and server.port:
-                everywhere = server.host in ("0.0.0.0", "::")
-                address = f"{'127.0.0.1' if everywhere else server.host}:{server.port}"
+                host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(server.host, server.host)
+                bracketed = f"[{host}]" if ":" in host and not host.startswith("[") else host
+                address = f"{bracketed}:{server.port}"
         try:
             with replace(self, address=address).trainer() as stub:
                 status = stub.GetStatus(pb.GetStatusRequest(), timeout=self.timeout)
