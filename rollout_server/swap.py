@@ -31,7 +31,7 @@ from rollout_server.read_back import hashes_of
 from rollout_server.served.derived import derived, is_derived, rule_of
 from rollout_server.vllm_patches import storages
 
-_WRONG_VALUES = (ValueError, KeyError, TypeError, AttributeError, AssertionError)
+_WRONG_VALUES = (ValueError, LookupError, TypeError, AttributeError, AssertionError)
 LOAD_FAILURES = (OSError, RuntimeError, *_WRONG_VALUES)
 """What vLLM's loaders raise on weights that passed every check of a stage: a file that vanished, a
 shape that only the sharded layer knows, memory."""

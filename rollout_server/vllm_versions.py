@@ -145,6 +145,7 @@ HOOKS: tuple[Hook, ...] = (
     Hook(_WORKER, "Worker.start_weight_update", ("self",)),
     Hook(_WORKER, "Worker.update_weights", ("self", "update_info")),
     Hook(_WORKER, "Worker.finish_weight_update", ("self",)),
+    *_hooks("vllm.config.parallel", "ParallelConfig", "data_parallel_index", "world_size"),
     *_hooks(_WORKER, "Worker", "weight_transfer_engine", "_weight_update_active", "rank"),
     *_hooks(
         "vllm.distributed.weight_transfer.base",

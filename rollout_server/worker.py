@@ -217,7 +217,9 @@ def slipstream_check_transfer(self: Any, transfer: str) -> str:
     update = json.loads(transfer)
     try:
         if isinstance(update, list):
-            update = update[self.rank]
+            # As vLLM's update_weights: an entry for each worker of all data-parallel ranks.
+            parallel = self.vllm_config.parallel_config
+            update = update[parallel.data_parallel_index * parallel.world_size + self.rank]
         engine.parse_update_info(update)
     except (ValueError, TypeError, KeyError, IndexError) as error:
         return f"{type(engine).__name__}: {type(error).__name__}: {error}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,6 +18,7 @@ from rollout_server.engine import UntrustedEngineError, VllmEngine
 from rollout_server.plugins import Settings
 from rollout_server.reload import Change, Result
 from rollout_server.store import WeightSource
+from rollout_server.worker import slipstream_check_transfer
 from slipstream.errors import RefusedError
 from slipstream.security import open_to_all
 from slipstream.v1 import rollout_server_pb2 as pb
@@ -178,6 +180,25 @@ def test_drafting_stays_on_where_ranks_compute_its_steps_together() -> None:
     client.engine_core.core_engines.pop()
     assert asyncio.run(switch(False)) == 0.1, "one rank is never refused"
     check_speculation(settings, VllmEngine(client))
+
+
+def test_each_core_checks_the_entry_of_an_update_that_vllm_gives_it() -> None:
+    """Each core's workers count from 0; vLLM's index goes over all cores."""
+    parallel = SimpleNamespace(data_parallel_index=1, world_size=2)
+    worker = SimpleNamespace(
+        rank=0,
+        vllm_config=SimpleNamespace(parallel_config=parallel),
+        weight_transfer_engine=SimpleNamespace(parse_update_info=lambda update: update["names"]),
+    )
+    good: dict[str, list[str]] = {"names": []}
+    for update, wrong in (
+        ([good, good], "IndexError"),
+        ([good, good, {}, good], "KeyError: 'names'"),
+        ([{}, {}, good, {}], ""),
+        (good, ""),
+    ):
+        found = slipstream_check_transfer(worker, json.dumps(update))
+        assert wrong in found and bool(found) == bool(wrong)
 
 
 def test_steps_of_all_cores_are_summed() -> None:
