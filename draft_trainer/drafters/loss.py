@@ -224,12 +224,8 @@ def _score(
     mass, likeliest = p.sum(-1), p.argmax(-1, keepdim=True)
     z = logits * inverse_t if scaled else logits
     highest, where = z.max(-1)
-    # On a GPU the soft-max of 16-bit numbers widens them as it reads them.
-    q = (
-        torch.softmax(z, -1, dtype=wide)
-        if z.is_cpu
-        else torch.ops.aten._softmax(z, -1, z.dtype != wide)
-    )
+    # Not aten's soft-max that widens as it reads: on a GPU that one takes float16 alone.
+    q = torch.softmax(z, -1, dtype=wide)
     top1 = z.gather(-1, likeliest.expand(len(z), -1, -1))[..., 0] == highest
     scratch = torch.minimum(p, q)
     rate = scratch.sum(-1)
