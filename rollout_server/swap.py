@@ -197,9 +197,8 @@ class StandbyCopy:
                     device="cpu" if pinned else device,
                     pin_memory=pinned,
                 )
-                if tensor.is_floating_point():
-                    # Marks what no loader writes: a stage with NaN is refused.
-                    tensor.fill_(float("nan"))
+                # Marks what no loader writes.
+                tensor.fill_(_mark(tensor.dtype))
                 tensor.__class__ = meta.__class__
                 tensor.__dict__ = meta.__dict__.copy()
                 _rebind_loaders(tensor, each)
@@ -265,10 +264,13 @@ def _is_loaded(copy: nn.Module) -> bool:
     return any(parameter is not None for parameter in copy._parameters.values())
 
 
+def _mark(dtype: torch.dtype) -> float:
+    """What no draft has: a stage with NaN is refused, and no offset of d2t is as low."""
+    return float("nan") if dtype.is_floating_point else torch.iinfo(dtype).min
+
+
 def _drop_unloaded(copy: nn.Module) -> None:
     """Remove parameters that no tensor of the checkpoint is for: the live ones stay.
-
-    Integer parameters stay too: the draft vocabulary cannot change live.
 
     Raises:
         NotSwappableError: part of a parameter was loaded.
@@ -276,10 +278,8 @@ def _drop_unloaded(copy: nn.Module) -> None:
     for name, parameter in list(copy._parameters.items()):
         if parameter is None:
             continue
-        if not parameter.is_floating_point():
-            del copy._parameters[name]
-            continue
-        missing = int(torch.isnan(parameter).sum())
+        floating, mark = parameter.is_floating_point(), _mark(parameter.dtype)
+        missing = int((torch.isnan(parameter) if floating else parameter == mark).sum())
         if missing == parameter.numel():
             del copy._parameters[name]
         elif missing:

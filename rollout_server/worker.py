@@ -129,6 +129,7 @@ class WorkerHooks:
             worker.get_model, worker.get_draft_model, self.read_back, lambda: owed_bytes(worker)
         )
         self.drafting: DraftingSwitch | SpeculatorSwitch | None = None
+        self.kept: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     @classmethod
     def of(cls, worker: Any) -> WorkerHooks:
@@ -316,7 +317,10 @@ def check_room(model: torch.nn.Module) -> None:
 
 
 def watch_sleep(worker_class: type) -> None:
-    """Make vLLM's ``Worker`` note that it sleeps, and that level 2 loses the draft."""
+    """Make vLLM's ``Worker`` note that it sleeps, and that level 2 loses the draft.
+
+    Of that it keeps the vocabulary map.
+    """
     sleep, wake_up = worker_class.sleep, worker_class.wake_up  # type: ignore[attr-defined]
     if getattr(sleep, "_slipstream", False):
         return
@@ -325,14 +329,25 @@ def watch_sleep(worker_class: type) -> None:
         setattr(self, _SLEEPS, True)
         hooks: WorkerHooks | None = getattr(self, _HOOKS, None)
         if hooks is not None:
-            hooks.read_back.lost = hooks.read_back.lost or level >= 2
             hooks.standby.drop()  # sleep frees memory
+            if level >= 2:
+                hooks.read_back.lost = True
+                # d2t: offsets that are whatever the memory holds can be out of bounds, which ends
+                # the engine if it drafts before the trainer has put the draft right.
+                own = self.get_draft_model().parameters()
+                hooks.kept = [(p, p.cpu().clone()) for p in own if not p.is_floating_point()]
         sleep(self, level)
 
     def noted_wake_up(self: Any, tags: list[str] | None = None) -> None:
         wake_up(self, tags)
-        if tags is None or "weights" in tags:
-            setattr(self, _SLEEPS, False)
+        if tags is not None and "weights" not in tags:
+            return
+        setattr(self, _SLEEPS, False)
+        hooks: WorkerHooks | None = getattr(self, _HOOKS, None)
+        if hooks is not None:
+            for parameter, value in hooks.kept:
+                parameter.data.copy_(value)
+            hooks.kept = []
 
     noted_sleep._slipstream = True  # type: ignore[attr-defined]
     worker_class.sleep = noted_sleep  # type: ignore[attr-defined]

@@ -235,6 +235,23 @@ def test_what_another_writer_left_does_not_come_back(drafts: Drafts) -> None:
     assert not different(drafts.outputs(), first)
 
 
+def test_a_draft_whose_vocabulary_was_lost_is_healed(drafts: Drafts) -> None:
+    drafts.reload(0)
+    before, zero = drafts.outputs(), drafts.sources[0]
+    d2t = drafts.draft.draft_id_to_target_id
+    assert bool((d2t > 0).any())  # type: ignore[operator]
+    standby = drafts.standby()
+    with torch.no_grad():
+        d2t.zero_()  # type: ignore[operator,union-attr]
+        drafts.draft.model.norm.weight.zero_()  # type: ignore[union-attr,operator]
+    drafts.read_back.lost = True
+    ready(standby, zero)
+    live = LiveModel(drafts.draft, drafts.model_config, standby)
+    with drafts.current():
+        assert apply_all([(Change("draft", zero, zero), live)]).error == ""
+    assert not different(drafts.outputs(), before) and drafts.read_back.check() == SAME
+
+
 def test_a_commit_of_both_that_fails_gives_the_draft_back(drafts: Drafts) -> None:
     drafts.reload(0)
     before = drafts.outputs()
@@ -347,12 +364,17 @@ def test_read_back_tells_a_written_draft_from_a_pushed_policy() -> None:
 
 def test_a_draft_is_lost_in_sleep_level_2_and_not_in_level_1() -> None:
     class Sleeper(Worker):
-        pass
+        def sleep(self, level: int = 1) -> None:
+            if level == 2:
+                for parameter in self.draft.parameters():
+                    parameter.data.fill_(77)
 
     watch_sleep(Sleeper)
     watch_sleep(Sleeper)
     worker = Sleeper()
+    d2t = worker.draft.d2t = nn.Parameter(torch.arange(4), requires_grad=False)
     state = worker.slipstream_hooks.read_back
+    state.record()
     worker.sleep(1)
     assert slipstream_read_back(worker) == ASLEEP
     worker.wake_up(["kv_cache"])
@@ -360,7 +382,10 @@ def test_a_draft_is_lost_in_sleep_level_2_and_not_in_level_1() -> None:
     worker.wake_up(["weights"])
     assert slipstream_read_back(worker) == SAME
     worker.sleep(2)
-    worker.wake_up()
+    assert d2t.tolist() == [77] * 4
+    worker.wake_up(["kv_cache"])
+    worker.wake_up(["weights"])
+    assert d2t.tolist() == [0, 1, 2, 3], "an offset of lost memory would end the engine"
     assert slipstream_read_back(worker) == DIFFERS
     state.record()
     assert slipstream_read_back(worker) == SAME
