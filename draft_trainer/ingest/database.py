@@ -41,6 +41,7 @@ _DRAW_ORDER = (
 )
 _TIE_BITS = 30
 _READ = f"SELECT number, seal, {_SEALED} {RESIDENT}"
+_SET = "INSERT OR REPLACE INTO meta VALUES (?, ?, ?)"
 
 _TABLES = ("meta", "samples", "draws")
 _SCHEMA = f"""
@@ -87,6 +88,7 @@ class Database:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._connection: sqlite3.Connection | None = None
+        self._facts: dict[str, str] = {}  # of meta, by name: a repair keeps them all
 
     @contextmanager
     def errors(self) -> Iterator[None]:
@@ -116,11 +118,13 @@ class Database:
         if connection.in_transaction:
             yield
             return
+        facts = dict(self._facts)
         connection.execute("BEGIN IMMEDIATE")
         try:
             yield
             connection.execute("COMMIT")
         except BaseException:
+            self._facts = facts
             with suppress(sqlite3.Error):
                 connection.execute("ROLLBACK")
             raise
@@ -134,19 +138,14 @@ class Database:
         return self._connected.execute(query, values).fetchone()[0]
 
     def get(self, name: str, default: Any) -> Any:
-        """The JSON value under a name; ``default`` where there is none, or a damaged one."""
-        row = self.execute("SELECT value, seal FROM meta WHERE name = ?", name).fetchone()
-        if row is not None and row[1] == seal_of(name, row[0]):
-            return json.loads(row[0])
-        if row is not None:
-            logger.error("%s: the value of %s is damaged and dropped", self.path, name)
-        return default
+        """The JSON value under a name; ``default`` where there is none."""
+        return json.loads(self._facts[name]) if name in self._facts else default
 
     def set(self, name: str, value: Any) -> None:
         """Keep a JSON value under a name."""
         text = json.dumps(value)
-        query = "INSERT OR REPLACE INTO meta VALUES (?, ?, ?)"
-        self.execute(query, name, text, seal_of(name, text))
+        self.execute(_SET, name, text, seal_of(name, text))
+        self._facts[name] = text
 
     def insert(self, row: tuple[Any, ...]) -> bool:
         """Add a sample: key, the sealed columns, seal. False where the key is known."""
@@ -257,6 +256,11 @@ class Database:
             (verdict,) = connection.execute("PRAGMA quick_check(1)").fetchone()
             if verdict != "ok":
                 raise sqlite3.DatabaseError(verdict)
+            for name, text, seal in connection.execute("SELECT name, value, seal FROM meta"):
+                if seal == seal_of(name, text):
+                    self._facts.setdefault(name, text)
+                else:
+                    logger.error("%s: the value of %s is damaged and dropped", self.path, name)
         except BaseException:
             connection.close()
             raise
@@ -278,6 +282,8 @@ class Database:
                 for row in _readable(source, table):
                     marks = ", ".join("?" * len(row))
                     target.execute(f"INSERT OR IGNORE INTO {table} VALUES ({marks})", row)
+            for name, text in self._facts.items():
+                target.execute(_SET, (name, text, seal_of(name, text)))
             target.execute(f"PRAGMA user_version={FORMAT}")
             target.execute("COMMIT")
         # A log of the damaged file would be applied to the new one.

@@ -394,12 +394,6 @@ class SampleStore:
         lost = max(self._arena.noted - left, 0)
         text = "%s is damaged (%s) and was rebuilt: %d rows are saved, %d are lost"
         logger.error(text, self._db.path, cause, left, lost)
-        with self._db.transaction():
-            # What is known here goes on, however much was lost.
-            if self._run is not None:
-                self._db.set("run", self._run)
-                self._db.set("held_out_fraction", self._held_out_fraction)
-            self._db.set("last_draw", max(self.draws, self._db.get("last_draw", 0)))
         self._load()
         self._count("damaged", lost)
 

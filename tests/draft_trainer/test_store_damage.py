@@ -19,7 +19,7 @@ from draft_trainer.ingest.database import FILE
 from draft_trainer.ingest.run import Run
 from draft_trainer.ingest.store import ARENA, SampleStore
 from slipstream.v1 import draft_trainer_pb2 as pb
-from tests.draft_trainer.samples import all_drawn, is_intact, open_store, put
+from tests.draft_trainer.samples import all_drawn, is_intact, open_store, put, times_drawn
 
 CAPACITY = 1 << 20
 SAMPLES = 400
@@ -173,11 +173,11 @@ def middle(path: Path) -> None:
     flip(path, (pages[len(pages) // 2] - 1) * 4096, 4096)
 
 
-def root(path: Path) -> None:
+def root(path: Path, table: str = "samples") -> None:
     """Nothing of the table is found without it."""
     with closing(sqlite3.connect(f"file:{path}?immutable=1", uri=True)) as database:
-        query = "SELECT rootpage FROM sqlite_master WHERE name = 'samples'"
-        (page,) = database.execute(query).fetchone()
+        query = "SELECT rootpage FROM sqlite_master WHERE name = ?"
+        (page,) = database.execute(query, (table,)).fetchone()
     flip(path, (page - 1) * 4096, 4096)
 
 
@@ -376,3 +376,27 @@ def test_damaged_facts_are_as_if_they_were_not_there(
     assert store.run is None and "run is damaged" in caplog.text
     assert store.policies() == []
     works(store)
+
+
+def test_facts_that_are_lost_from_the_file_of_a_running_trainer_go_on(
+    tmp_path: Path, reopen: Callable[[], SampleStore], evicted: Counter[str]
+) -> None:
+    store = reopen()
+    store.begin("run", {})
+    run = Run("run", POLICY, store, max_policy_lag=4)
+    for version in (1, 2, 3):
+        run.add_policy(PolicyHead(version, torch.randn(6, 4), torch.randn(9, 4)))
+    assert put(store, "before", 3) and all_drawn(store) == ["before"]
+    store.released(1)
+    store._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+    store._db.execute("PRAGMA shrink_memory")
+    root(tmp_path / FILE, "meta")
+    # The index is rebuilt for the draw, which is noted there.
+    assert put(store, "after", 3) and sorted(all_drawn(store)) == ["after", "before"]
+    store.close()
+    store = reopen()
+    run = Run("run", POLICY, store, max_policy_lag=4)
+    assert store.run == ("run", {}) and run.heads.versions == (1, 2, 3) and evicted == {}
+    # The release contains the first draw, and not the second one.
+    store.rewind(None, 1)
+    assert times_drawn(store, ("before", "after")) == {"before": 1, "after": 0}
