@@ -89,6 +89,7 @@ class Database:
         self.path = path
         self._connection: sqlite3.Connection | None = None
         self._facts: dict[str, str] = {}  # of meta, by name: a repair keeps them all
+        self._repairing = False
 
     @contextmanager
     def errors(self) -> Iterator[None]:
@@ -106,10 +107,9 @@ class Database:
             code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT)
             if code & 0xFF not in _NO_SPACE or code in _UNREADABLE:
                 raise DamagedError(str(error)) from None
-            found, expected = f"{self.path}: {error}", "space for the index of samples"
-            advice = "free space there, and check the owner and mode of the folder"
-            code = StatusCode.RESOURCE_EXHAUSTED
-            raise RefusedError("replay.directory", found, expected, advice, code) from error
+            raise self._refused(error) from error
+        except OSError as error:
+            raise self._refused(error) from error
 
     @contextmanager
     def transaction(self) -> Iterator[None]:
@@ -267,9 +267,24 @@ class Database:
         self._connection = connection
 
     def repair(self) -> None:
-        """Copy the rows that can be read to a new file, and go on with that."""
+        """Copy the rows that can be read to a new file, and go on with that.
+
+        Where it raises, the file is as damaged as before, for another try.
+        """
         self.close()
+        self._repairing = True
         rebuilt = self.path.with_name(f"{FILE}-rebuilt")
+        try:
+            self._copy_to(rebuilt)
+            # A log of the damaged file would be applied to the new one.
+            _unlink(self.path, but=self.path)
+            rebuilt.replace(self.path)
+        finally:
+            _unlink(rebuilt)
+        self.open()
+        self._repairing = False
+
+    def _copy_to(self, rebuilt: Path) -> None:
         _unlink(rebuilt)
         with (
             closing(sqlite3.connect(self.path, isolation_level=None)) as source,
@@ -286,10 +301,6 @@ class Database:
                 target.execute(_SET, (name, text, seal_of(name, text)))
             target.execute(f"PRAGMA user_version={FORMAT}")
             target.execute("COMMIT")
-        # A log of the damaged file would be applied to the new one.
-        _unlink(self.path, but=self.path)
-        rebuilt.replace(self.path)
-        self.open()
 
     def close(self) -> None:
         """Leave one file. Idempotent."""
@@ -297,11 +308,20 @@ class Database:
             with suppress(sqlite3.Error):
                 self._connection.close()
             self._connection = None
+        self._repairing = False
 
     @property
     def _connected(self) -> sqlite3.Connection:
+        if self._repairing:
+            raise DamagedError("the repair before did not end")
         assert self._connection is not None
         return self._connection
+
+    def _refused(self, error: Exception) -> RefusedError:
+        found, expected = f"{self.path}: {error}", "space for the index of samples"
+        advice = "free space there, and check the owner and mode of the folder"
+        code = StatusCode.RESOURCE_EXHAUSTED
+        return RefusedError("replay.directory", found, expected, advice, code)
 
 
 def _readable(database: sqlite3.Connection, table: str) -> Iterator[tuple[Any, ...]]:

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from draft_trainer.drafters.policy import PolicyHead
 from draft_trainer.ingest.database import FILE
 from draft_trainer.ingest.run import Run
 from draft_trainer.ingest.store import ARENA, SampleStore
+from slipstream.errors import RefusedError, StatusCode
 from slipstream.v1 import draft_trainer_pb2 as pb
 from tests.draft_trainer.samples import all_drawn, is_intact, open_store, put, times_drawn
 
@@ -259,6 +261,33 @@ def test_an_index_that_is_damaged_under_a_running_trainer(
     assert SAMPLES - exhausted <= len(seen) + evicted["damaged"] <= SAMPLES
     works(store)
     assert store.draws > last
+
+
+def test_a_repair_that_meets_a_full_disk_is_tried_again(
+    tmp_path: Path, reopen: Callable[[], SampleStore], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = filled(reopen())
+    store._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+    store._db.execute("PRAGMA shrink_memory")
+    several(tmp_path / FILE)
+    connect = sqlite3.connect
+
+    def small(path: Path, **options: Any) -> sqlite3.Connection:
+        connection = connect(path, **options)
+        if path.name.endswith("-rebuilt"):
+            # SQLite's own answer to a full disk, after some rows.
+            connection.execute("PRAGMA max_page_count=12")
+        return connection
+
+    with monkeypatch.context() as patch:
+        patch.setattr(sqlite3, "connect", small)
+        for _ in range(2):
+            with pytest.raises(RefusedError, match="disk is full") as caught:
+                drained(store)
+            assert caught.value.code == StatusCode.RESOURCE_EXHAUSTED
+            assert not (tmp_path / f"{FILE}-rebuilt").exists()
+    assert len(drained(store)) > SAMPLES // 3
+    works(store)
 
 
 @pytest.mark.parametrize("running", [True, False])
