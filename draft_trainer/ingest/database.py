@@ -299,6 +299,8 @@ class Database:
                     target.execute(f"INSERT OR IGNORE INTO {table} VALUES ({marks})", row)
             for name, text in self._facts.items():
                 target.execute(_SET, (name, text, seal_of(name, text)))
+            # New samples get the numbers of lost ones, and were not drawn.
+            target.execute("DELETE FROM draws WHERE number NOT IN (SELECT number FROM samples)")
             target.execute(f"PRAGMA user_version={FORMAT}")
             target.execute("COMMIT")
 

@@ -429,3 +429,21 @@ def test_facts_that_are_lost_from_the_file_of_a_running_trainer_go_on(
     # The release contains the first draw, and not the second one.
     store.rewind(None, 1)
     assert times_drawn(store, ("before", "after")) == {"before": 1, "after": 0}
+
+
+def test_draws_of_lost_samples_are_not_those_of_samples_that_get_their_numbers(
+    tmp_path: Path, reopen: Callable[[], SampleStore]
+) -> None:
+    store = reopen()
+    store.begin("run", {})
+    assert all(put(store, name) for name in "abc") and len(all_drawn(store)) == 3
+    # As if the page of the newest row could not be read.
+    store._db.execute("DELETE FROM samples WHERE number = 3")
+    store.close()
+    another_format(tmp_path / FILE)
+    store = reopen()
+    assert put(store, "d") and "d" in all_drawn(store)
+    assert store._db.one("SELECT max(number) FROM samples") == 3
+    # As after kill -9: no state contains either draw.
+    store.rewind(0, 0)
+    assert times_drawn(store, "abd") == dict.fromkeys("abd", 0)
