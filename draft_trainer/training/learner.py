@@ -24,6 +24,9 @@ from slipstream.sample import Sample
 
 _COUNTERS = ("steps", "steps_skipped", "anchors_trained", "steps_since_restart")
 _STEPS_UNTIL_GROWTH = 64
+_SMALLEST_PASS = 8
+"""Part of ``forward_tokens`` below which a pass is not made shorter: it would hardly need less, for
+the context of its tokens stays, and a shortage that passes leaves passes to grow back."""
 DEVICE_MEMORY = "device_memory"
 """Field of the refusal of a step that found too little memory on its device."""
 
@@ -123,8 +126,9 @@ class Learner:
         that of one rank with all samples. A non-finite loss or gradient norm leaves weights and
         optimizer as they were, on every rank, and is counted in ``steps_skipped``.
 
-        Where a device has too little memory, its passes are made half as long and made again, once;
-        they grow back after a while.
+        Where a device has too little memory, its passes are made half as long, down to
+        1 / ``_SMALLEST_PASS`` of ``forward_tokens``, and made again, once; they grow back after a
+        while.
 
         Args:
             samples: this rank's share; at least one on some rank.
@@ -143,7 +147,8 @@ class Learner:
         if totals is None:
             # The same sums by smaller passes: no other rank needs to know.
             retries, parts = 1, []
-            self._resize(max(self._pass_tokens // 2, 1))
+            least = max(self.config.forward_tokens // _SMALLEST_PASS, 1)
+            self._resize(max(self._pass_tokens // 2, least))
             totals = self._passes(self._collated(samples, policy_heads), counts.clamp(min=1))
         failed = totals is None
         if totals is None:

@@ -89,6 +89,18 @@ def test_a_step_without_room_changes_nothing(device: Device) -> None:
     assert not learner.step(policy.samples(40), policy.heads()).skipped
 
 
+def test_a_shortage_that_passes_leaves_no_tiny_passes(device: Device) -> None:
+    """Every step begins at the size that was too much for the one before it."""
+    policy, said = Policy(), list[object]()
+    learner = Learner(head(0), CONFIG)
+    device.most = 10
+    for _ in range(5):
+        with pytest.raises(RefusedError) as refused:
+            learner.step(policy.samples(40), policy.heads())
+        said.append(refused.value.found)
+    assert said == [f"too little for {tokens} tokens" for tokens in (200, 100, 50, 50, 50)]
+
+
 def test_a_trainer_waits_and_trains_on_what_it_put_back(tmp_path: Path, device: Device) -> None:
     """The trainer lives, says so, and trains every sample as often as it would have."""
     device.most = 0
