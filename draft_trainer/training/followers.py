@@ -104,12 +104,12 @@ class Followers:
 
         def tell() -> None:
             try:
+                self.keep_alive()
                 while not over.wait(self.patience):
                     self.keep_alive()
             except RankLostError as error:
                 lost.append(error)
 
-        self.keep_alive()
         teller = threading.Thread(target=tell, name="keep-ranks-waiting", daemon=True)
         teller.start()
         try:

@@ -198,7 +198,8 @@ class TrainingLoop:
             self.followers.begin(self.learner.head, self.learner.config)
             self.learner.take_rank_0()
             self._train()
-            self.states.save_last(self.learner, self.position)
+            with self.followers.kept_waiting():
+                self.states.save_last(self.learner, self.position)
             self.followers.end()
         finally:
             if not self._stopping.is_set():

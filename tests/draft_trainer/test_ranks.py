@@ -11,17 +11,20 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from draft_trainer.counters import Counters
 from draft_trainer.drafters.policy import PolicyHeads
 from draft_trainer.training import followers
 from draft_trainer.training.followers import Followers
 from draft_trainer.training.learner import DEVICE_MEMORY, Learner
+from draft_trainer.training.loop import TrainingLoop
 from draft_trainer.training.ranks import RankLostError, Ranks, shares
-from draft_trainer.training.state import StateStore
+from draft_trainer.training.state import Position, StateStore
 from examples.arithmetic_grpo.processes import free_port
 from slipstream.client import open_channel
 from slipstream.errors import RefusedError
@@ -286,6 +289,34 @@ def test_followers_are_kept_waiting_while_rank_0_works_alone() -> None:
         pass
 
 
+def test_the_last_state_is_written_while_the_others_are_kept_waiting() -> None:
+    wire = _Wire()
+    wire.timeout_s = 0.03
+    told = threading.Semaphore(0)
+
+    def written_slowly(*_: object) -> None:
+        wire.told = told.release
+        for _ in range(3):
+            assert told.acquire(timeout=30)
+
+    loop = TrainingLoop(
+        SimpleNamespace(head=head(0), config=SERVING, take_rank_0=lambda: None),  # type: ignore[arg-type]
+        Followers(wire),
+        SimpleNamespace(save_last=written_slowly),  # type: ignore[arg-type]
+        Position(0),
+        SimpleNamespace(),  # type: ignore[arg-type]
+        SimpleNamespace(config=SimpleNamespace(training=SERVING)),  # type: ignore[arg-type]
+        Counters(),
+        threading.Event(),
+        on_release=lambda: None,
+        on_death=lambda: None,
+    )
+    loop.stop(0.0)
+    loop.start()
+    assert loop.stop(_DEADLINE)
+    assert followers._unpack(wire.messages[-1])[0] == "end"
+
+
 def test_a_rank_that_is_lost_meanwhile_ends_training_afterwards() -> None:
     wire = _Wire()
     wire.timeout_s = 0.03
@@ -297,6 +328,10 @@ def test_a_rank_that_is_lost_meanwhile_ends_training_afterwards() -> None:
             raise RankLostError("rank 1 is gone")
 
     wire.told = gone
+    with pytest.raises(RankLostError), Followers(wire).kept_waiting():
+        assert lost.wait(_DEADLINE)
+    # What rank 0 does alone, as writing the last state, it does all the same.
+    lost.clear()
     with pytest.raises(RankLostError), Followers(wire).kept_waiting():
         assert lost.wait(_DEADLINE)
 
