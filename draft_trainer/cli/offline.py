@@ -107,10 +107,19 @@ class Record:
                 recorder.add(part)
                 done += len(part)
                 bar.update(task, completed=done, total=total)
+        left_out = ", ".join(f"{count:,} {reason}" for reason, count in recorder.left_out.items())
+        told = f"; samples left out: {left_out}" if left_out else ""
+        if not recorder.samples:
+            raise RefusedError(
+                "--rollouts" if self.prompts is None else "--prompts",
+                f"{done:,} rollouts, no sample{told}",
+                "completions whose log-probabilities are finite",
+                f"remove {self.out}, and give others, or another --dtype if samples are non_finite",
+            )
         numbers = ", ".join(map(str, recorder.aux_layer_ids))
         print(
             f"{self.out}: {done:,} rollouts, {recorder.nbytes >> 20:,} MiB, states after layers "
-            f"{numbers}"
+            f"{numbers}{told}"
         )
         return 0
 

@@ -26,6 +26,7 @@ from policy_bridge.capture import Capture
 from policy_bridge.config import ModulePaths
 from policy_bridge.model import PolicyModules, find_modules, watched
 from policy_bridge.session import Session
+from policy_bridge.stats import Counters
 from slipstream.errors import RefusedError
 from slipstream.layers import choose_aux_layers
 from slipstream.sample import Sample
@@ -48,6 +49,9 @@ class Recorder:
         temperature: of the rollouts.
         states_dtype: what the states are cast to; None keeps the policy's own.
         max_tokens: longer sequences become windows that overlap.
+
+    Attributes:
+        samples: recorded so far.
     """
 
     def __init__(
@@ -70,6 +74,8 @@ class Recorder:
         self._temperature = temperature
         self._states_dtype = states_dtype
         self._numbers = itertools.count()
+        self._counters = Counters()
+        self.samples = 0
         self._writer = RecordingWriter(out, facts_of(self._modules, layers))
         modules = self._modules
         named = (modules.head_weight, modules.embed_weight, modules.head_bias)
@@ -88,9 +94,18 @@ class Recorder:
         """Of the recording so far."""
         return self._writer.nbytes
 
+    @property
+    def left_out(self) -> Mapping[str, int]:
+        """Samples that could not be recorded, by reason."""
+        return self._counters.snapshot().shed
+
     @torch.no_grad()
     def add(self, rollouts: Sequence[Rollout], batch_tokens: int = 8192) -> None:
-        """Record rollouts; neighbours in length share a forward pass of ``batch_tokens``."""
+        """Record rollouts; neighbours in length share a forward pass of ``batch_tokens``.
+
+        Raises:
+            RefusedError: the device has too little memory for a pass.
+        """
         lengths = [len(prompt) + len(completion) for prompt, completion in rollouts]
         rows: list[int] = []
         for row in sorted(range(len(rollouts)), key=lambda i: lengths[i]):
@@ -114,6 +129,11 @@ class Recorder:
         with self._window() as capture:
             self._model(input_ids=ids, attention_mask=mask, use_cache=False)
             capture.ship(ids, loss_mask=completion_mask, attention_mask=mask)
+        if "device_memory" in self.left_out:
+            # The bridge sheds such a pass, because the loop needs the memory more; no loop is here.
+            found = f"{self._model.device} without memory for a pass of {ids.numel():,} tokens"
+            next_step = "free some of its memory, or give another device (cpu)"
+            raise RefusedError("--device", found, "memory for every pass", next_step)
 
     def _window(self) -> Capture:
         """One that takes everything."""
@@ -128,11 +148,13 @@ class Recorder:
             states_dtype=self._states_dtype,
             next_id=lambda: f"offline-{next(self._numbers)}",
             offer=self._write,
+            counters=self._counters,
         )
 
     def _write(self, captured: Sample, priority: int = 0) -> bool:
         # Its block is assembled in memory that the next one uses again.
         self._writer.add(Sample(captured.header, captured.block.clone()))
+        self.samples += 1
         return True
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from draft_trainer.cli.main import main
@@ -125,6 +127,44 @@ def test_the_command_records_what_a_server_completes(
     # The model's name is the policy's by default: this server has no such model.
     assert main([*given, "--out", str(tmp_path / "b")]) == 2
     assert "--endpoint: found http://127.0.0.1:" in capsys.readouterr().err
+
+
+def test_samples_that_are_not_finite_are_counted_and_a_recording_of_none_is_refused(
+    tmp_path: Path, policy_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    policy = shutil.copytree(policy_dir, tmp_path / "policy")
+    tensors = load_file(policy / "model.safetensors")
+    tensors["model.embed_tokens.weight"][9] = torch.nan
+    save_file(tensors, policy / "model.safetensors", {"format": "pt"})
+    bad, good = ({"prompt": [1, 7], "completion": [token, 8]} for token in (9, 11))
+    file, out = tmp_path / "rollouts.jsonl", tmp_path / "out"
+    given = ["record", "--policy", str(policy), "--rollouts", str(file), "--threads", "1", "--out"]
+    file.write_text("\n".join(map(json.dumps, (bad, good))))
+    assert main([*given, str(out)]) == 0
+    assert "2 rollouts" in (said := capsys.readouterr().out)
+    assert said.endswith("; samples left out: 1 non_finite\n")
+    recording = Recording(out)
+    assert [recording[i].token_ids.tolist() for i in range(len(recording))] == [[1, 7, 11, 8]]
+    file.write_text(json.dumps(bad))
+    assert main([*given, str(tmp_path / "none")]) == 2
+    text = "--rollouts: found 1 rollouts, no sample; samples left out: 1 non_finite"
+    assert text in capsys.readouterr().err
+
+
+def test_a_pass_that_the_device_has_no_memory_for_ends_the_recording(
+    tmp_path: Path,
+    model: PreTrainedModel,
+    rollouts: list[Rollout],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def full(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr("policy_bridge.capture.sampled_of", full)
+    recorder = Recorder(model, tmp_path, aux_layer_ids=LAYERS)
+    with pytest.raises(RefusedError, match="without memory for a pass") as caught:
+        recorder.add(rollouts)
+    assert caught.value.field == "--device"
 
 
 def test_what_the_command_is_given_is_checked_before_the_policy_is_loaded(
