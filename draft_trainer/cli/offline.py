@@ -36,7 +36,8 @@ class Record:
     Runs rollouts through the policy and stores its hidden states: four states per token with 2
     bytes per value, which is 32 KiB per token for a hidden size of 4096. The rollouts come from the
     file given with --rollouts, or are generated from --prompts by the OpenAI-compatible vLLM server
-    at the address given with --endpoint, which must serve the same policy.
+    at the address given with --endpoint, which must serve the same policy. That server samples
+    at --temperature alone, whatever the policy's generation_config.json says.
     """
 
     policy: Needed
@@ -125,7 +126,13 @@ class Record:
 
     def _parts(self, folder: Path) -> tuple[int, Iterator[list[Rollout]]]:
         """How many rollouts, and the rollouts, some at a time."""
-        from draft_trainer.offline.record import AT_ONCE, generated, read_prompts, read_rollouts
+        from draft_trainer.offline.record import (
+            AT_ONCE,
+            PLAIN,
+            generated,
+            read_prompts,
+            read_rollouts,
+        )
 
         if (self.rollouts is None) == (self.prompts is None):
             found = "none or both of --rollouts and --prompts"
@@ -144,7 +151,7 @@ class Record:
         assert self.prompts is not None
         prompts = read_prompts(self.prompts, AutoTokenizer.from_pretrained(folder))
         repeated = [prompt for prompt in prompts for _ in range(self.samples)]
-        sampling = {"max_tokens": self.max_tokens, "temperature": self.temperature}
+        sampling = {**PLAIN, "max_tokens": self.max_tokens, "temperature": self.temperature}
         name = self.model or str(self.policy)
         return len(repeated), generated(self.endpoint, name, repeated, sampling)
 

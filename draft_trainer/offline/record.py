@@ -36,6 +36,12 @@ Rollout = tuple[list[int], list[int]]
 POLICY_VERSION = 0
 AT_ONCE = 256
 """Rollouts that are in memory at a time."""
+PLAIN = {
+    **{"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0},
+    **{"presence_penalty": 0.0, "frequency_penalty": 0.0},
+}
+"""Fields of a request that samples at its temperature alone, as recordings say: for what it leaves
+out, vLLM takes the model's ``generation_config.json``."""
 
 
 class Recorder:

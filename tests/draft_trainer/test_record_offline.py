@@ -97,12 +97,19 @@ def test_prompts_are_ids_text_or_messages(tmp_path: Path, policy_dir: Path) -> N
             read_prompts(path, tokenizer)
 
 
+# What a request leaves out, vLLM takes from the policy's generation_config.json.
+NEUTRAL = {
+    **{"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0},
+    **{"presence_penalty": 0.0, "frequency_penalty": 0.0},
+}
+
+
 class Answers(Completions):
     """Completes every prompt with its own tokens, ``n`` times."""
 
     def answer(self, body: dict[str, Any]) -> tuple[int, list[dict[str, Any]]]:
         tokens = body["prompt"]
-        status = 200 if body["model"] == "policy" else 404
+        status = 200 if body["model"] == "policy" and NEUTRAL.items() <= body.items() else 404
         return status, [choice(tokens, [-1.0] * len(tokens))] * body["n"]
 
 
