@@ -18,6 +18,7 @@ MOST_SIZE, MOST_LAYERS = 1 << 24, 1 << 10
 """Far above any model's, and far below what exhausts memory."""
 
 _ADVICE = "give the model's folder as Hugging Face save_pretrained writes it"
+_TIED = "tie_word_embeddings"
 _PREFIXES = ("", "model.", "model.language_model.", "language_model.", "language_model.model.")
 
 
@@ -46,7 +47,7 @@ def read_policy(directory: Path) -> PolicyCheckpoint:
     vocab, hidden = (size_of(config, name) for name in ("vocab_size", "hidden_size"))
     names = read_layout(directory).keys()
     heads = ["lm_head.weight"]
-    if config.get("tie_word_embeddings"):
+    if config[_TIED]:
         heads.append("embed_tokens.weight")
     return PolicyCheckpoint(
         config,
@@ -56,13 +57,21 @@ def read_policy(directory: Path) -> PolicyCheckpoint:
 
 
 def read_policy_config(directory: Path) -> dict[str, Any]:
-    """The language model's part of a policy's config.json. Raises as ``read_policy``."""
+    """The language model's part of a policy's config.json, which says whether lm_head may be tied.
+
+    Raises as ``read_policy``.
+    """
     path = directory / CONFIG_FILE
     config = read_json(path, _ADVICE)
     for name in ("draft_vocab_size", AUX_LAYERS, "speculators_model_type"):
         if name in config:
             raise _refused(str(path), f"{name}, so a draft", "the policy itself")
-    return dict(text_config(config))
+    found = dict(text_config(config))
+    # transformers writes it beside the language model's part, or not at all where it is the default
+    # of the model's class: then the tensors decide.
+    said = [part[_TIED] for part in (config, found) if part.get(_TIED) is not None]
+    found[_TIED] = any(said) or not said
+    return found
 
 
 def read_embeddings(directory: Path) -> Tensor:

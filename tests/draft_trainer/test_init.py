@@ -128,15 +128,20 @@ def test_a_policy_is_read_as_hugging_face_saves_it(tmp_path: Path, policy_dir: P
 
     # In two files, of a model that wraps the language model, with tied embeddings.
     tied = {"text_config": config | {"tie_word_embeddings": True}}
-    (tmp_path / "config.json").write_text(json.dumps(tied))
     del tensors["lm_head.weight"]
     names = sorted(tensors)
     for part, chosen in enumerate((names[:40], names[40:])):
         nested = {n.replace("model.", "model.language_model.", 1): tensors[n] for n in chosen}
         save_file(nested, tmp_path / f"model-0000{part}.safetensors")
-    read = read_policy(tmp_path)
-    assert torch.equal(read.lm_head, tensors["model.embed_tokens.weight"])
-    assert torch.equal(read.final_norm, whole.final_norm)
+    config["tie_word_embeddings"] = False
+    unsaid = {name: value for name, value in config.items() if name != "tie_word_embeddings"}
+    # transformers 4, transformers 5, and either where it is the class's default.
+    beside = {"tie_word_embeddings": True, "text_config": unsaid}
+    for document in (tied, beside, {"text_config": unsaid}, unsaid):
+        (tmp_path / "config.json").write_text(json.dumps(document))
+        read = read_policy(tmp_path)
+        assert torch.equal(read.lm_head, tensors["model.embed_tokens.weight"])
+        assert torch.equal(read.final_norm, whole.final_norm)
 
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(RefusedError, match=r"no lm_head\.weight"):
