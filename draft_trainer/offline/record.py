@@ -259,7 +259,9 @@ def generated(
 def _json_lines(path: Path, option: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """Where each line is, and its object."""
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        with path.open(encoding="utf-8") as file:
+            # Not splitlines, which also splits at characters that a JSON string may have.
+            lines = list(file)
     except (OSError, UnicodeDecodeError) as error:
         raise RefusedError(option, error, "a file of JSON lines in UTF-8", "name one") from error
     for number, line in enumerate(lines, 1):

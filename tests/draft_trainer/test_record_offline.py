@@ -91,6 +91,9 @@ def test_prompts_are_ids_text_or_messages(tmp_path: Path, policy_dir: Path) -> N
     path.write_text("\n".join(map(json.dumps, lines)))
     ids, text, messages = read_prompts(path, tokenizer)
     assert ids == [5, 6] and text[-1] == 9 and messages == [9]
+    # Characters that a JSON string may have as they are, and that end a line elsewhere.
+    path.write_text(json.dumps({"prompt": "a\u2028\u2029\u0085b"}, ensure_ascii=False), "utf-8")
+    assert read_prompts(path, tokenizer) == [tokenizer.encode("a\u2028\u2029\u0085b")]
     for line in ('{"completion": [1]}', "no", '{"prompt": {"a": 1}}', "[1]"):
         path.write_text('{"prompt": [1]}\n' + line)
         with pytest.raises(RefusedError, match="line 2"):
