@@ -11,10 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from starlette.responses import PlainTextResponse
 
 from draft_trainer.cli.main import main
 from draft_trainer.cli.plan import served_costs
 from draft_trainer.offline.plan import Fleet, make_plan, read_lengths
+from draft_trainer.server.web import WebServer
 from slipstream.costs import OFF, Roofline, StepTable, eagle3_shape, hardware, policy_shape
 from slipstream.economics import (
     Loop,
@@ -31,6 +33,8 @@ from slipstream.economics import (
     speed_up,
 )
 from slipstream.errors import RefusedError
+from slipstream.security import Access, TokenFiles
+from slipstream.tls import TlsFiles, TlsPaths
 
 LLAMA = {
     "hidden_size": 4096,
@@ -282,6 +286,31 @@ def test_a_server_s_own_measurements() -> None:
     assert set(served_costs(exposition(plain=5))[0].draft_lengths) == {OFF, 0, 2}
     with pytest.raises(RefusedError, match=r"no plain steps, .*lengths \[0, 2\].*timed plain"):
         served_costs(exposition(plain=3))
+
+
+@pytest.mark.parametrize("scheme", ["http", "https"])
+def test_a_server_on_this_machine_is_read_without_the_environment_s_proxy(
+    scheme: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tests.security.certificates import Authority
+
+    authority = Authority(tmp_path)
+    pair = authority.sign("server")
+    tls = TlsFiles(TlsPaths(pair.certificate, pair.key), str) if scheme == "https" else None
+    page = PlainTextResponse(exposition(plain=100))
+    server = WebServer(page, Access(tls, TokenFiles({}, ""), {}), "127.0.0.1", 0)
+    address = server.url.removeprefix("http://")
+    assert address.startswith("https://") == (scheme == "https")
+    monkeypatch.setenv("SSL_CERT_FILE", str(authority.path))
+    monkeypatch.setenv(f"{scheme}_proxy", "http://127.0.0.1:1")
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    lengths = ["--lengths", "lognormal:100,1,1000", "--requests", "1"]
+    try:
+        assert main(["plan", "--server", address, *lengths]) == 0, capsys.readouterr().err
+        assert f"measured by {address}." in capsys.readouterr().out
+    finally:
+        server.close(10)
 
 
 def test_a_few_slow_steps_do_not_raise_the_cost_of_every_larger_batch() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import http.client
 import json
+import urllib.parse
 import urllib.request
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
@@ -50,7 +51,8 @@ class Plan:
     frozen_acceptance: Rates = None
     """The same for a draft that is not adapted."""
     server: Word = None
-    """HTTP address of a rollout server, HOST:PORT, whose measurements to use."""
+    """HTTP address of a rollout server, HOST:PORT or https://HOST:PORT, whose measurements to
+    use."""
     step_costs: File = None
     """CSV with the columns batch_size, num_draft_tokens and step_seconds."""
     step_noise: Annotated[float, arg(metavar="X")] = 0.05
@@ -152,6 +154,7 @@ class Plan:
     def _costs(self) -> tuple[Costs, str, tuple[float, ...] | None]:
         """Step costs, where they come from, and acceptance by position where that is counted."""
         from slipstream.costs import Roofline, StepTable, eagle3_shape, hardware, policy_shape
+        from slipstream.security import is_loopback
 
         given = [n for n in ("server", "step_costs", "gpu") if getattr(self, n) is not None]
         if len(given) != 1:
@@ -164,9 +167,13 @@ class Plan:
         if self.step_costs is not None:
             return StepTable.read(self.step_costs, self.step_noise), f"{self.step_costs}", None
         if self.server is not None:
-            url = f"http://{self.server.removeprefix('http://').rstrip('/')}/metrics"
+            scheme = "" if self.server.startswith(("http://", "https://")) else "http://"
+            url = f"{scheme}{self.server.rstrip('/')}/metrics"
             try:
-                with urllib.request.urlopen(url, timeout=30) as answer:
+                # A proxy that the environment names cannot reach this machine's own addresses.
+                local = is_loopback(urllib.parse.urlsplit(url).hostname or "")
+                proxies = urllib.request.ProxyHandler({} if local else None)
+                with urllib.request.build_opener(proxies).open(url, timeout=30) as answer:
                     table, rates = served_costs(answer.read(8 << 20).decode())
             except (OSError, http.client.HTTPException, ValueError) as error:
                 raise RefusedError(
