@@ -40,6 +40,7 @@ from draft_trainer.offline.report import (
     say,
 )
 from draft_trainer.recordings.recording import INDEX_FILE
+from draft_trainer.training.followers import Followers
 from draft_trainer.training.learner import Learner, StepMetrics
 from draft_trainer.training.optimizer import Schedule
 from draft_trainer.training.pace import BATCH_TOKENS
@@ -52,6 +53,7 @@ from slipstream.tensors import digest
 STATE_FOLDER = "state"
 PLOT_FILE = "training.svg"
 _WRITE_SECONDS = 600.0
+_GO_ON = b"go on"
 _NOT_IN_THE_RESULT = {
     *("threads", "nice", "device", "rank_timeout_s"),
     *("linger_s", "steps_per_candidate", "state_every_steps", "state_seconds"),
@@ -258,8 +260,9 @@ class Fit:
             self._start_together()
             if self._now.step:
                 say(console, f"going on after step {self._now.step} of {self._total}")
-            elif first:
-                output.log.write("start", **self._start_facts())
+            else:
+                if first:
+                    output.log.write("start", **self._start_facts())
                 self._evaluate()
             with progress_of(console, "training") as (bar, task):
                 done = self._train(stopping, bar, task)
@@ -297,8 +300,9 @@ class Fit:
                 for unlogged in ("anchors", "memory_retries", "policy_version"):
                     del figures[unlogged]
                 output.log.write("step", **figures)
-                if now.step in self._evaluate_at:
-                    self._evaluate()
+            if now.step in self._evaluate_at:
+                self._evaluate()
+            if first:
                 output.after_step(self._learner, self._now)
             if stop and now.step < self._total:
                 if first:
@@ -322,6 +326,17 @@ class Fit:
         return metrics
 
     def _evaluate(self) -> None:
+        """Have rank 0 evaluate; the others wait for it, however long it takes."""
+        if self._ranks.rank:
+            while self._ranks.receive(0) != _GO_ON:
+                pass
+            return
+        with Followers(self._ranks).kept_waiting():
+            self._estimate()
+        for rank in range(1, self._ranks.size):
+            self._ranks.send(_GO_ON, rank)
+
+    def _estimate(self) -> None:
         """Estimate the acceptance of what would be served; keep it if it is the best so far."""
         started = time.perf_counter()
         served, fit, now = self._learner.snapshot(), self._config.fit, self._now

@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,11 @@ import torch
 from draft_trainer.cli.main import main
 from draft_trainer.drafters.acceptance import expected_acceptance
 from draft_trainer.drafters.eagle3.checkpoint import Eagle3
+from draft_trainer.offline import fit as fitting
+from draft_trainer.offline.data import fit_config
 from draft_trainer.offline.report import read_log
 from draft_trainer.recordings.recording import Recording
+from draft_trainer.training.ranks import Ranks
 from slipstream.sample import is_held_out
 from tests.draft_trainer.recordings import record_synthetic
 from tests.draft_trainer.rig import write_draft
@@ -253,6 +257,39 @@ def test_two_ranks_fit_as_one(work: Work) -> None:
         # The sums differ in their order; Adam amplifies that where gradients are near 0.
         assert ours == pytest.approx(alone, rel=2e-3), kind
         assert ours[:3] == pytest.approx(alone[:3], rel=1e-5), kind
+
+
+def test_the_other_ranks_wait_for_an_evaluation_however_long_it_takes(
+    work: Work, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    messages: list[bytes] = []
+    told = threading.Semaphore(0)
+
+    class Wire(Ranks):
+        def send(self, message: bytes, to: int) -> None:
+            messages.append(message)
+            told.release()
+
+        def receive(self, sender: int) -> bytes:
+            return messages.pop(0)
+
+    def estimated_slowly(*given: Any, **options: Any) -> Any:
+        # One at once, and three within each deadline of the other rank.
+        for _ in range(5):
+            assert told.acquire(timeout=60)
+        return expected_acceptance(*given, **options)
+
+    monkeypatch.setattr(fitting, "expected_acceptance", estimated_slowly)
+    config = fit_config(work.folder / "fit.toml", {})
+    inputs = (work.folder / "states", work.folder / "draft", work.folder / "slow", None, config)
+    first, other = (fitting.Fit(*inputs, Wire(rank, 2, timeout_s=0.03)) for rank in range(2))
+    first._now = first._output.begin(first._learner, {}, resume=False)
+    first._evaluate()
+    first._output.close()
+    assert len(messages) >= 6
+    other._evaluate()
+    # It took every message: those of the next step come next.
+    assert messages == [] and len(work.events("slow", "evaluation")) == 1
 
 
 def test_refusals_by_name(
