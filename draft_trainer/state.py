@@ -33,9 +33,6 @@ logger = logging.getLogger(__name__)
 
 STATE_FILE, LOCK_FILE = "state.db", "state.lock"
 SCHEMA_VERSION = 2
-FIRST_DESIGN_FILES = (
-    *("promoted.json", "pins.json", "verdicts.jsonl", "publishes.jsonl", "events.jsonl"),
-)
 LOCK_SECONDS = 5.0
 """How long a transaction waits for a reader's or the writer's."""
 
@@ -68,8 +65,8 @@ class State:
             reader of a folder without the file sees an empty one.
 
     Raises:
-        RefusedError: FAILED_PRECONDITION, another process holds the lock, the folder cannot be
-            written, or it is of the first design; DATA_LOSS, the file is damaged.
+        RefusedError: FAILED_PRECONDITION, another process holds the lock, or the folder cannot be
+            written; DATA_LOSS, the file is damaged.
     """
 
     def __init__(self, root: Path, write: bool = True) -> None:
@@ -82,8 +79,6 @@ class State:
             code = StatusCode.FAILED_PRECONDITION
             raise RefusedError(str(self.path), "a link", "a plain file", "put the file there", code)
         there = self.path.exists() and self.path.stat().st_size > 0
-        if not there:
-            self._refuse_first_design()
         if write:
             self._lock_file = self._locked()
         # A reader that may write rolls back what a killed writer left half done.
@@ -288,18 +283,6 @@ class State:
             f"draft-trainer releases promote N --registry {self.path.parent}",
             StatusCode.DATA_LOSS,
         )
-
-    def _refuse_first_design(self) -> None:
-        old = [name for name in FIRST_DESIGN_FILES if (self.path.parent / name).exists()]
-        if old:
-            raise RefusedError(
-                "registry",
-                f"{', '.join(old)} of the first design in {self.path.parent}",
-                f"{STATE_FILE}, or a folder with releases alone",
-                f"note what promoted.json names, move {', '.join(old)} away, then: "
-                f"draft-trainer releases promote N --registry {self.path.parent}",
-                StatusCode.FAILED_PRECONDITION,
-            )
 
 
 def kind_name(event: console_pb2.Event) -> str:

@@ -25,12 +25,10 @@ from slipstream.errors import RefusedError, StatusCode
 logger = logging.getLogger(__name__)
 
 FORMAT = 2
-"""Of the folder. The first one was ``ledger.sqlite``, ``owner.json`` and ``lock``."""
 MARKER = "slipstream-samples.json"
 
 _DEFAULT = "samples"
 _IDENTITY = "samples.json"
-_FIRST_DESIGN = "ledger.sqlite"
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _OURS = re.compile(rf"{ARENA}|{re.escape(FILE)}(-rebuilt)?(-wal|-shm|-journal)?")
 
@@ -95,12 +93,6 @@ class SampleFolder:
             # Who made it could read, and write, the samples.
             raise PermissionError(1, "the folder of another user", str(self.path))
         names = {path.name for path in self.path.iterdir()}
-        if _FIRST_DESIGN in names and MARKER not in names:
-            raise self._refused(
-                "the samples of an older draft-trainer (ledger.sqlite), which are not read",
-                f"stop that trainer and remove {self.path}, which costs samples that were not "
-                "trained on yet",
-            )
         if names and MARKER not in names:
             raise self._refused(
                 f"{len(names)} files of something else ({', '.join(sorted(names)[:3])}) and no "

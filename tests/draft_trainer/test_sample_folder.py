@@ -114,15 +114,6 @@ def test_a_folder_of_something_else_is_refused_and_not_cleared(tmp_path: Path) -
     assert "an empty" in refused(tmp_path, here).found
 
 
-def test_the_samples_of_the_first_design_are_refused_by_name(tmp_path: Path) -> None:
-    here = tmp_path / "registry" / "samples"
-    (here / "policies").mkdir(parents=True)
-    for name in ("ledger.sqlite", "samples", "owner.json", "lock"):
-        (here / name).write_text("old")
-    error = refused(tmp_path, here)
-    assert "ledger.sqlite" in error.found and f"remove {here}" in error.next_step
-
-
 def test_another_registry_s_samples_are_refused(tmp_path: Path) -> None:
     here = tmp_path / "here"
     folder = opened(tmp_path, here)

@@ -18,7 +18,6 @@ from draft_trainer import state as state_module
 from draft_trainer.releases.promotions import Batch, Promotion, Promotions, Trial, read_promotion
 from draft_trainer.state import (
     EVENTS_KEPT,
-    FIRST_DESIGN_FILES,
     GATE_RESULTS_KEPT,
     RECENT_SNAPSHOTS,
     STATE_FILE,
@@ -276,13 +275,3 @@ def test_another_schema_and_a_link_are_refused(tmp_path: Path) -> None:
     (tmp_path / STATE_FILE).symlink_to(tmp_path / "elsewhere")
     with pytest.raises(RefusedError, match="found a link"):
         State(tmp_path)
-
-
-@pytest.mark.parametrize("name", FIRST_DESIGN_FILES)
-def test_a_folder_of_the_first_design_is_refused(tmp_path: Path, name: str) -> None:
-    (tmp_path / name).write_text("{}")
-    for write in (True, False):
-        with pytest.raises(RefusedError, match=f"{name} of the first design") as caught:
-            State(tmp_path, write)
-        assert "releases promote N" in caught.value.next_step
-    assert [path.name for path in tmp_path.iterdir()] == [name]
