@@ -361,7 +361,9 @@ class Connection:
                 self._stop.wait(_TICK)
                 return True
             self._note(refusal)
-            self._announcer.give_up(version)
+            if field != "lead":
+                # Else later samples of it may find it announced.
+                self._announcer.give_up(version)
             self._outbox.shed("policy_refused", version)
         else:
             self._counters.add(announced=1)

@@ -144,13 +144,13 @@ class PolicySnapshot:
             the policy has one, ``lm_head.bias`` [draft_vocab]. Empty: another process of the policy
             announces them.
         specs: of these, with their hashes, once it was announced.
-        taken: when it was taken, monotonic seconds.
+        asked: when a sample first waited for another process to announce it, monotonic seconds.
     """
 
     policy_version: int
     tensors: dict[str, torch.Tensor]
     specs: list[tensor_pb2.TensorSpec] = field(default_factory=list)
-    taken: float = field(default_factory=time.monotonic)
+    asked: float | None = None
 
 
 class Announcer:
@@ -202,10 +202,15 @@ class Announcer:
             self._held_hashes.clear()
 
     def due(self, up_to: int | None = None) -> int | None:
-        """The oldest version to announce, at most ``up_to``; None if there is none."""
+        """The oldest version to announce, at most ``up_to``; None if there is none.
+
+        Those that another process announces only with ``up_to``, the version of a sample that
+        waits: without one, nobody needs to know.
+        """
         with self._lock:
-            for version in sorted(self._snapshots):
-                if not self._knows(version) and (up_to is None or version <= up_to):
+            for version, snapshot in sorted(self._snapshots.items()):
+                wanted = bool(snapshot.tensors) if up_to is None else version <= up_to
+                if wanted and not self._knows(version):
                     return version
             return None
 
@@ -263,11 +268,18 @@ class Announcer:
         self._call(requests(), timeout=timeout)
 
     def awaits_lead(self, version: int, seconds: float) -> bool:
-        """Whether another process may still announce a version, taken this long ago at most."""
+        """Whether samples of a version that another process announces may wait for it still.
+
+        So many seconds from the first call on. Its own sync may take longer than that, and may
+        end after this process has left its window.
+        """
         with self._lock:
             snapshot = self._snapshots.get(version)
-            waits = snapshot is not None and not snapshot.tensors
-            return waits and time.monotonic() - snapshot.taken < seconds  # type: ignore[union-attr]
+            if snapshot is None:
+                return False
+            if snapshot.asked is None:
+                snapshot.asked = time.monotonic()
+            return time.monotonic() - snapshot.asked < seconds
 
     def give_up(self, version: int) -> None:
         """Drop a version that the trainer will not take."""

@@ -155,15 +155,34 @@ def test_late_samples_of_a_version_that_was_refused_are_not_sent(
     assert trainer.received == []
 
 
-def test_samples_of_a_lead_that_never_announces_are_shed(
+def test_samples_of_a_version_that_the_lead_announces_too_late_are_shed_and_later_ones_are_not(
     trainer: FakeTrainer, connect: Connect, model: torch.nn.Module
 ) -> None:
-    other = connect(announce_seconds=0.5)
+    lead, other = (connect(seed=seed, announce_seconds=0.5) for seed in range(2))
     sync(other, 1, lead=False)
     ship(other, model, batch((9, 7)))
     assert other.flush(DEADLINE)
     assert other.stats().shed == {"policy_refused": 2}
     assert "lead" in other.stats().last_error
+    sync(lead, 1)
+    trainer.wait_for(lambda: 1 in trainer.tensors)
+    ship(other, model, batch((9, 7)))
+    assert other.flush(DEADLINE)
+    assert other.stats().shed == {"policy_refused": 2}
+    assert len(trainer.samples) == 2
+
+
+def test_the_wait_for_the_lead_begins_with_the_first_sample(
+    trainer: FakeTrainer, connect: Connect, model: torch.nn.Module
+) -> None:
+    other = connect()
+    sync(other, 1, lead=False)
+    announcer = other._connection._announcer  # type: ignore[union-attr]
+    assert announcer.due() is None and announcer.due(0) is None
+    assert announcer.due(1) == 1
+    # However long ago its window ended.
+    assert announcer.awaits_lead(1, 60.0)
+    assert not announcer.awaits_lead(1, 0.0)
 
 
 def test_a_sync_without_device_memory_costs_a_version(
