@@ -298,11 +298,12 @@ def without_logits(
         RefusedError: (whole) weights that are spread or elsewhere, of a pass whose logits were not
             seen; logits that were written in place since the pass.
     """
-    states, logits, logprobs = record.states, record.logits, record.logprobs
+    states, logprobs = record.states, record.logprobs
+    # Rather those picked inside the pass: kernels write gradients over the logits uncounted.
+    logits = states.picked if record.logits is None else record.logits
     seen = states.logits
     if logits is None or (whole and logprobs is None):
         if seen is not None and not states.logits_unwritten:
-            logits = states.picked if logits is None else logits
             if whole and (logits is None or logprobs is None):
                 found = "written in place between the forward pass and ship"
                 step = "pass sampled_logprobs, or divide by the temperature out of place"

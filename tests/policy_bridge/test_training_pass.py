@@ -11,7 +11,9 @@ from transformers import PreTrainedModel
 
 from policy_bridge import PolicyBridge
 from policy_bridge.copier import Copier
+from policy_bridge.extraction import picked_logits
 from slipstream.errors import RefusedError
+from slipstream.logits import LogitForm
 
 from .conftest import Connect, batch, make_model
 from .doubles import DEADLINE, FakeTrainer
@@ -120,6 +122,20 @@ def test_a_pass_without_gradients_is_none_of_a_training_window() -> None:
         logits_of(model, data)
         with pytest.raises(RefusedError, match="no_grad"):
             capture.ship(**data)
+
+
+def test_logits_are_those_of_the_pass_where_backward_writes_over_them_uncounted() -> None:
+    model, data = qwen3(), batch((9, 7))
+    windows = Windows(model, training=True)
+    with windows.open() as capture:
+        logits = logits_of(model, data)
+        own = picked_logits(logits.detach(), data["input_ids"], LogitForm())
+        loss_of(logits, data).backward()
+        logits.data.zero_()  # as a kernel does: no version counter tells
+        capture.ship(**data, sampled_logprobs=own - 9.0)
+    for row, length in enumerate((9, 7)):
+        sample = windows.of_row(data, row)
+        assert torch.equal(sample.sampled_logits[1:], own[row, 1:length])
 
 
 def test_states_are_of_the_version_before_the_step(trainer: FakeTrainer, connect: Connect) -> None:
