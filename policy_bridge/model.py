@@ -256,7 +256,9 @@ class WeightWatch:
 
     def _count(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         held = (id(p) for group in optimizer.param_groups for p in group["params"])
-        self._steps += any(one in self._ids for one in held)
+        # Other threads step their own optimizers: these must not write, or a count may get lost.
+        if any(one in self._ids for one in held):
+            self._steps += 1
 
 
 def find_modules(

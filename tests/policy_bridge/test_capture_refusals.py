@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from policy_bridge import BridgeConfig, PolicyBridge
+from policy_bridge.model import WeightWatch
 from slipstream.errors import RefusedError
 from slipstream.sampling import sampling_of
 
@@ -82,6 +84,20 @@ def test_steps_of_another_models_optimizer_do_not_count(
     ship(bridge, model, data)
     assert bridge.flush(DEADLINE)
     assert len(trainer.samples) == 2
+
+
+def test_a_step_while_another_optimizer_is_looked_at_counts() -> None:
+    weight = torch.nn.Parameter(torch.zeros(1))
+    optimizer, watch = torch.optim.SGD([weight]), WeightWatch()
+    watch.synced([weight])
+
+    def others() -> Iterator[torch.Tensor]:
+        optimizer.step()
+        yield torch.zeros(1)
+
+    watch._count(SimpleNamespace(param_groups=[{"params": others()}]))  # type: ignore[arg-type]
+    watch.close()
+    assert watch.moved()
 
 
 def test_an_exception_in_the_window_removes_the_hooks_and_ships_nothing(
