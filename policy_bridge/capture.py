@@ -81,8 +81,9 @@ class Capture:
 
     With ``training`` the passes are those that the loss is computed of: ones without gradients
     (evaluation, a reference with the adapters off) are passed over, what checkpointing runs again
-    inside backward is no pass, and ``ship`` may follow the backward. Leave the window before the
-    optimizer's step: passes after it are of no version, and are shed as ``policy_moved``.
+    inside backward is no pass, and ``ship`` may follow the backward, through which the window then
+    holds the pass's logits. Leave the window before the optimizer's step: passes after it are of no
+    version, and are shed as ``policy_moved``.
 
     A call that cannot be served ends the window's capture: the hooks come off, nothing more of it
     is shipped, and the error goes to ``refuse``.

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import PreTrainedModel
 
 from policy_bridge import PolicyBridge
@@ -122,6 +123,20 @@ def test_a_pass_without_gradients_is_none_of_a_training_window() -> None:
         logits_of(model, data)
         with pytest.raises(RefusedError, match="no_grad"):
             capture.ship(**data)
+
+
+def test_a_ship_before_backward_lets_go_of_the_logits() -> None:
+    model, data = qwen3(), batch((9, 7))
+    windows = Windows(model, training=True)
+    with windows.open() as capture:
+        logits = logits_of(model, data)
+        loss, held = loss_of(logits, data), StorageWeakRef(logits.untyped_storage())
+        del logits
+        assert not held.expired()
+        capture.ship(**data)
+        assert held.expired()
+        loss.backward()
+    assert len(windows.samples) == 2
 
 
 def test_logits_are_those_of_the_pass_where_backward_writes_over_them_uncounted() -> None:
