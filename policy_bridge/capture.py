@@ -148,9 +148,12 @@ class Capture:
     def __enter__(self) -> Capture:
         layers = self.session.aux_layers
         self._tap = ForwardTap(self.modules, layers, self.probe, self.training, self._pick)
-        self._tap.__enter__()
-        self.is_open = True
         self.counters.add(captures=1)
+        try:
+            self._tap.__enter__()
+        except RefusedError as error:
+            self._refuse(error)
+        self.is_open = True
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:

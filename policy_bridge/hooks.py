@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from policy_bridge.logits import ReturnedLogits, is_sharded
-from policy_bridge.model import PolicyModules
+from policy_bridge.model import PolicyModules, refuse_cuda_graphs
 from slipstream.errors import RefusedError
 
 Look = Callable[[tuple[Any, ...], Mapping[str, Any], Any], None]
@@ -136,7 +136,9 @@ class ForwardTap:
         self._just_ended = False
 
     def __enter__(self) -> ForwardTap:
+        """Raises RefusedError: layers that were compiled with CUDA graphs since they were found."""
         modules = self._modules
+        refuse_cuda_graphs([*modules.layers, modules.lm_head])
         self._hooks.callback(watch(modules.decoder, self._begin))
         for layer in self._layers:
             self._hooks.callback(watch(modules.layers[layer], self._keeper_of(layer)))

@@ -64,8 +64,11 @@ def _refuse_compiled(path: list[nn.Module]) -> None:
             raise RefusedError("model", found, "compiled layer by layer, or not compiled", step)
 
 
-def _refuse_cuda_graphs(modules: Sequence[nn.Module]) -> None:
-    # Their outputs are in memory that the next replay overwrites, long before they are copied.
+def refuse_cuda_graphs(modules: Sequence[nn.Module]) -> None:
+    """Raise RefusedError for compiled modules that replay CUDA graphs.
+
+    Their outputs are in memory that the next replay overwrites, long before they are copied.
+    """
     for module in modules:
         compiled = module._compiled_call_impl or module
         get_config = getattr(compiled, "get_compiler_config", None)
@@ -299,7 +302,7 @@ def find_modules(
     parents = layers_path.split(".")[:-1]
     around = [owner.get_submodule(".".join(parents[:depth])) for depth in range(len(parents) + 1)]
     _refuse_compiled([*inside[: inside.index(owner)], *around])
-    _refuse_cuda_graphs([*layers, lm_head])
+    refuse_cuda_graphs([*layers, lm_head])
     norm = _submodule(inside, paths.final_norm, "modules.final_norm") if paths.final_norm else None
     sharded = any(is_sharded(parameter) for parameter in model.parameters())
     return PolicyModules(

@@ -11,12 +11,14 @@ import torch
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from policy_bridge import BridgeConfig, PolicyBridge
+from policy_bridge.capture import NullCapture
 from policy_bridge.model import WeightWatch
 from slipstream.errors import RefusedError
 from slipstream.sampling import sampling_of
 
 from .conftest import Connect, batch, make_model, ship, sync
 from .doubles import DEADLINE, FakeTrainer
+from .windows import hooks_on
 
 
 def write_in_place(_: object, args: tuple[torch.Tensor, ...], __: object) -> None:
@@ -84,6 +86,17 @@ def test_steps_of_another_models_optimizer_do_not_count(
     ship(bridge, model, data)
     assert bridge.flush(DEADLINE)
     assert len(trainer.samples) == 2
+
+
+def test_layers_compiled_with_cuda_graphs_later_turn_capture_off(connect: Connect) -> None:
+    model = make_model()
+    bridge = connect(model=model, version=1)
+    model.model.layers[1].compile(mode="reduce-overhead")
+    with bridge.capture():
+        assert hooks_on(model) == 0
+    assert "compiled with CUDA graphs" in bridge.stats().capture_off_reason
+    assert isinstance(bridge.capture(), NullCapture)
+    assert bridge.stats().captures_refused == 1
 
 
 def test_a_step_while_another_optimizer_is_looked_at_counts() -> None:
