@@ -145,12 +145,14 @@ class PolicySnapshot:
             announces them.
         specs: of these, with their hashes, once it was announced.
         asked: when a sample first waited for another process to announce it, monotonic seconds.
+        announced: whether this process announced it.
     """
 
     policy_version: int
     tensors: dict[str, torch.Tensor]
     specs: list[tensor_pb2.TensorSpec] = field(default_factory=list)
     asked: float | None = None
+    announced: bool = False
 
 
 class Announcer:
@@ -186,9 +188,9 @@ class Announcer:
             # waits: to a slow trainer each would be given up before it is known.
             while len(self._snapshots) > _KEPT:
                 version = next(kept for kept in self._snapshots if kept != self._announcing)
-                del self._snapshots[version]
                 if not self._knows(version):
                     dropped.append(version)
+                del self._snapshots[version]
             self._dropped.extend(dropped)
             return dropped
 
@@ -246,7 +248,7 @@ class Announcer:
                 self._send(header, snapshot, set(snapshot.tensors), timeout)
             with self._lock:
                 self._held_hashes.update(spec.sha256 for spec in specs)
-                self._known = version
+                self._known, snapshot.announced = version, True
         finally:
             with self._lock:
                 self._announcing = None
@@ -288,7 +290,10 @@ class Announcer:
             self._dropped.append(version)
 
     def _knows(self, version: int) -> bool:
-        return self._known is not None and version <= self._known
+        # A version that it had before may be of another job: it compares the contents.
+        snapshot = self._snapshots.get(version)
+        compared = snapshot is None or snapshot.announced or not snapshot.tensors
+        return compared and self._known is not None and version <= self._known
 
 
 def _specs_of(

@@ -130,6 +130,11 @@ class FakeTrainer(pb_grpc.DraftTrainerServicer):
                 if header.policy_version in self.tensors:
                     return pb.AnnouncePolicyResponse(policy_version=header.policy_version)
             abort_with(RefusedError("lead", "not known", "an announced version", "wait"), context)
+        if (known := self.tensors.get(header.policy_version)) is not None:
+            if all(digest(known[spec.name]) == spec.sha256 for spec in header.tensors):
+                return pb.AnnouncePolicyResponse(policy_version=header.policy_version)
+            told = RefusedError("policy_version", header.policy_version, "a new one", "count up")
+            abort_with(told, context)
         held = {
             spec.sha256: tensors[spec.name]
             for tensors in self.tensors.values()

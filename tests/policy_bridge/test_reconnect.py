@@ -164,6 +164,27 @@ def test_a_resumed_job_that_starts_before_its_trainer_is_told_of_newer_versions(
     assert [sample.policy_version for sample in trainer.samples.values()] == [8]
 
 
+def test_a_resumed_job_at_the_version_that_its_trainer_knows_is_compared_with_it(
+    trainer: FakeTrainer, connect: Connect
+) -> None:
+    model, data = make_model(), batch((8,))
+    connect(model=model, version=7)
+    trainer.wait_for(lambda: 7 in trainer.tensors)
+    same = connect(model=model, version=7)
+    ship(same, model, data)
+    assert same.flush(DEADLINE)
+    assert (same.stats().accepted, same.stats().announced) == (1, 1)
+    with torch.no_grad():
+        model.lm_head.weight.mul_(2.0)
+    other = connect(model=model, version=7)
+    ship(other, model, data)
+    assert other.flush(DEADLINE)
+    assert "policy_version" in other.stats().last_error
+    # By whichever comes first, the sample or the refusal.
+    assert other.stats().shed in ({"policy_refused": 1}, {"policy_not_announced": 1})
+    assert len(trainer.samples) == 1
+
+
 def test_a_trainer_that_never_answers_costs_only_the_deadlines(connect: Connect) -> None:
     model, data = make_model(), batch((10,))
     with BlackHole() as address:
