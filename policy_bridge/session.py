@@ -356,16 +356,26 @@ class PolicyMatrices:
         a session: there it is a collective call, whether or not a rank reaches the trainer. A
         rank whose ``session`` is None gets None.
 
-        Raises RefusedError: the policy was sharded after the bridge was built.
+        Raises:
+            RefusedError: the policy was sharded after the bridge was built.
+            MemoryError: a rank has no device memory to gather them.
         """
         modules = self._modules
         head, bias, embed = modules.head_weight, modules.head_bias, modules.embed_weight
         if modules.shards:
             if not self._wanted_by_any(session is not None):
                 return None
-            whole = full_tensor(head)
-            head, embed = whole, whole if embed is head else full_tensor(embed)
-            bias = None if bias is None else full_tensor(bias)
+            try:
+                whole = full_tensor(head)
+                head, embed = whole, whole if embed is head else full_tensor(embed)
+                bias = None if bias is None else full_tensor(bias)
+            except torch.OutOfMemoryError as error:
+                # To go on would leave the other ranks in a collective call that this one misses.
+                raise MemoryError(
+                    "no device memory to gather lm_head and the embeddings, which every rank does "
+                    "in bridge.sync. Next step: free memory before it, or set bytes_per_step = 0 "
+                    "on every rank"
+                ) from error
         elif is_sharded(head) or is_sharded(embed):
             found, step = "sharded after the bridge was built", "call fully_shard before that"
             raise RefusedError("model", found, "sharded before it", step)

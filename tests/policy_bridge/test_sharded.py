@@ -17,7 +17,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
-from policy_bridge import ModulePaths, PolicyBridge
+from policy_bridge import ModulePaths, PolicyBridge, session
 from policy_bridge.capture import NullCapture
 from policy_bridge.extraction import Record, picked_logits
 from policy_bridge.hooks import ForwardStates, ForwardTap
@@ -28,7 +28,7 @@ from policy_bridge.sync import policy_tensors
 from slipstream.errors import RefusedError
 from slipstream.logits import LogitForm
 
-from .conftest import Connect, batch, make_model, ship
+from .conftest import Connect, batch, make_model, ship, sync
 from .doubles import DEADLINE, FakeTrainer
 from .test_models import check_states, qwen3
 from .test_peft import adapted
@@ -134,6 +134,27 @@ def test_names_on_the_wire_are_the_policys_own() -> None:
     assert set(model.state_dict()) != names
     assert set(policy_tensors(model, "")) == names
     assert set(policy_tensors(torch.compile(model, backend="eager"), "")) == names
+
+
+def test_a_rank_without_memory_to_gather_ends_the_sync(
+    one_rank: None, trainer: FakeTrainer, connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others wait for it in the collective call: it must not go on without them."""
+
+    def full(_: torch.Tensor) -> torch.Tensor:
+        raise torch.OutOfMemoryError("seeded by a test")
+
+    model = make_model()
+    fully_shard(model)
+    bridge = connect(model=model)
+    with monkeypatch.context() as patched:
+        patched.setattr(session, "full_tensor", full)
+        with pytest.raises(MemoryError, match="free memory before it"):
+            sync(bridge, 1)
+    sync(bridge, 1)
+    ship(bridge, model, batch((9, 7)))
+    assert bridge.flush(DEADLINE)
+    assert bridge.stats().accepted == 2
 
 
 def test_two_ranks_shard_a_policy_and_one_reaches_the_trainer(tmp_path: Path) -> None:
