@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -83,8 +84,14 @@ def refuse_cuda_graphs(modules: Sequence[nn.Module]) -> None:
 def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """The whole of a tensor, detached; a collective call if it is sharded: all ranks alike."""
     tensor = tensor.detach()
-    gather = getattr(tensor, "full_tensor", None)
-    return tensor if gather is None else cast(torch.Tensor, gather())
+    if not is_sharded(tensor):
+        return tensor
+    shard = cast(Any, tensor)
+    groups = [shard.device_mesh.get_group(number) for number in range(shard.device_mesh.ndim)]
+    if any(shard.device.type not in dist.get_backend_config(group) for group in groups):
+        # Offloaded to the CPU, and ranks that have NCCL alone.
+        shard = shard.to(shard.device_mesh.device_type)
+    return cast(torch.Tensor, shard.full_tensor())
 
 
 def plain_name(name: str) -> str:

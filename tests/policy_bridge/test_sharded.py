@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
@@ -22,7 +22,7 @@ from policy_bridge.capture import NullCapture
 from policy_bridge.extraction import Record, picked_logits
 from policy_bridge.hooks import ForwardStates, ForwardTap
 from policy_bridge.logits import ReturnedLogits
-from policy_bridge.model import find_modules, watched
+from policy_bridge.model import find_modules, full_tensor, watched
 from policy_bridge.session import PolicyMatrices
 from policy_bridge.sync import policy_tensors
 from slipstream.errors import RefusedError
@@ -134,6 +134,19 @@ def test_names_on_the_wire_are_the_policys_own() -> None:
     assert set(model.state_dict()) != names
     assert set(policy_tensors(model, "")) == names
     assert set(policy_tensors(torch.compile(model, backend="eager"), "")) == names
+
+
+@pytest.mark.parametrize(("backends", "device"), [("cpu:gloo,meta:x", "cpu"), ("meta:x", "meta")])
+def test_shards_are_gathered_where_the_ranks_can(
+    one_rank: None, monkeypatch: pytest.MonkeyPatch, backends: str, device: str
+) -> None:
+    """As of a policy that is offloaded to the CPU, with NCCL alone or with gloo beside it."""
+    model = qwen3()
+    fully_shard(model)
+    monkeypatch.setattr(DeviceMesh, "device_type", "meta")
+    monkeypatch.setattr(dist, "get_backend_config", lambda group: backends)
+    whole = full_tensor(model.lm_head.weight)
+    assert (whole.device.type, whole.shape) == (device, model.lm_head.weight.shape)
 
 
 def test_a_rank_without_memory_to_gather_ends_the_sync(
