@@ -136,6 +136,8 @@ class PolicyBridge(AbstractContextManager["PolicyBridge"]):
         # Unique over processes and restarts that continue one run.
         prefix, numbers = uuid.uuid4().hex[:12], itertools.count()
         self._next_id = lambda: f"{prefix}-{next(numbers)}"
+        # Tokens that were chosen before the version that was synced last.
+        self._chosen = 0
         self._probed = False
         self._weights = WeightWatch()
         self._last_sync: SyncResult | None = None
@@ -366,6 +368,7 @@ class PolicyBridge(AbstractContextManager["PolicyBridge"]):
         self._counters.add(syncs=1, servers_left_out=len(result.left_out))
         if result.left_out:
             logger.warning("rollout servers are left out: %s", dict(result.left_out))
+        self._chosen = self._counters.chosen_tokens
         self._guard.synced(result.policy_version, session if snapshot is not None else None)
         if self._modules is not None:
             # Taken now: merging adapters inside the window is part of the sync.
@@ -422,7 +425,10 @@ class PolicyBridge(AbstractContextManager["PolicyBridge"]):
         if self._connection is not None and (tokens := self._connection.wanted_tokens):
             dtype = states_dtype or modules.head_weight.dtype
             token = bytes_per_token(len(session.aux_layers), modules.hidden_size, dtype)
-            budget = min(budget, tokens * token)
+            left = tokens - (self._counters.chosen_tokens - self._chosen)
+            if left <= 0:
+                return None
+            budget = min(budget, left * token)
         return Capture(
             modules=modules,
             session=session,

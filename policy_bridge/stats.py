@@ -72,7 +72,8 @@ class BridgeStats:
     captures: int = 0
     """Capture windows that were entered while capture was on."""
     captures_skipped: int = 0
-    """Capture windows that took none, because capture was off."""
+    """Capture windows that took none, because capture was off or, while training is paused, because
+    the trainer has enough of this version."""
     captures_refused: int = 0
     """Capture windows that ended early for a call that could not be served."""
     capture_off_reason: str = ""
@@ -203,6 +204,12 @@ class Counters:
             self._last_error = text
             self._run_refusal = refusal
             return changed
+
+    @property
+    def chosen_tokens(self) -> int:
+        """As in ``BridgeStats``."""
+        with self._lock:
+            return self._counts["chosen_tokens"]
 
     @property
     def run_refusal(self) -> RefusedError | None:

@@ -18,7 +18,7 @@ from policy_bridge.selection import (
 )
 from slipstream.sample import Sample
 
-from .conftest import HIDDEN, Connect, batch, make_model, ship
+from .conftest import HIDDEN, Connect, batch, make_model, ship, sync
 from .doubles import DEADLINE, FakeTrainer
 from .test_models import qwen3
 from .windows import Windows
@@ -125,13 +125,29 @@ def test_a_trainer_that_does_not_train_is_sent_what_it_has_a_use_for(
     trainer: FakeTrainer, connect: Connect
 ) -> None:
     model, data = make_model(), batch((10,) * 12)
-    bridge = connect(model=model, version=1)
-    for wanted, more in ((45, 12), (0, 4), (0, 12)):
+    bridge = connect(model=model)
+    for version, wanted, more in ((1, 45, 12), (2, 45, 4), (3, 0, 4), (4, 0, 12)):
+        sync(bridge, version)
         before = len(trainer.samples)
         trainer.wanted_tokens = wanted
         ship(bridge, model, data)
         assert bridge.flush(DEADLINE)
         assert len(trainer.samples) - before == more, "each answer holds from then on"
+
+
+def test_what_a_trainer_has_a_use_for_is_of_all_windows_of_a_version(
+    trainer: FakeTrainer, connect: Connect
+) -> None:
+    model, data = make_model(), batch((10,))
+    bridge = connect(model=model)
+    trainer.wanted_tokens = 40
+    for version in (1, 2):
+        sync(bridge, version)
+        for _ in range(7):
+            ship(bridge, model, data)
+            assert bridge.flush(DEADLINE)
+    assert [sample.policy_version for sample in trainer.samples.values()] == [1] * 4 + [2] * 4
+    assert (bridge.stats().captures, bridge.stats().captures_skipped) == (8, 6)
 
 
 @pytest.mark.parametrize("forwards", [None, 4])
