@@ -149,14 +149,17 @@ class SyncWindow:
         Args:
             update: what the engine's ``update_weights`` takes (JSON). The servers were started with
                 ``--weight-transfer-config``, and the framework has initialised their engines.
-            send: sends the weights to all of these servers, in this thread.
+            send: sends the weights to all of these servers, in this thread. It needs a deadline of
+                its own: a server that fails its commit receives nothing, which is an error only
+                after ``send`` has ended.
 
         Raises:
             RefusedError, PolicySyncError: as ``push_policy``; a server cannot receive.
         """
         self._check_push("push_external")
-        self._stage(dict, json.dumps(update))
+        transfer_update = json.dumps(update)
         self._send = send
+        self._stage(dict, transfer_update)
 
     def _check_push(self, method: str) -> None:
         if not self.lead:
@@ -257,7 +260,8 @@ class SyncWindow:
         """``errors`` but for servers that are left out from now on; all of them if none is left."""
         gone = {address: error for address, error in errors.items() if _unreachable(error)}
         left = [address for address in self.servers if address not in gone]
-        if not self.config.skip_unreachable_servers or not left:
+        # ``send`` would wait for ever for one that is left out.
+        if not self.config.skip_unreachable_servers or not left or self._send is not None:
             return errors
         texts = {address: describe(error) for address, error in gone.items()}
         self.servers = left

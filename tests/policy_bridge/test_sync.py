@@ -364,6 +364,19 @@ def test_a_server_that_is_gone_is_left_out_by_choice_and_counted(
     assert bridge.policy_version == 1
 
 
+def test_what_vllm_receives_is_not_sent_to_a_fleet_with_a_server_that_is_gone(
+    trainer: FakeTrainer, connect: Connect, rollouts: Rollouts
+) -> None:
+    """It waits for every server, also where unreachable ones are left out of a push."""
+    (_, dead), (other, _) = rollouts
+    bridge = connect(rollout_servers=addresses(rollouts), skip_unreachable_servers=True)
+    dead.kill()
+    sent: list[int] = []
+    with pytest.raises(PolicySyncError, match="not staged on 1 rollout"), bridge.sync(1) as window:
+        window.push_external({}, lambda: sent.append(1))
+    assert sent == [] and other.staged == {} and bridge.policy_version is None
+
+
 def test_misuse_is_refused(trainer: FakeTrainer, connect: Connect, rollouts: Rollouts) -> None:
     bridge = connect()
     with pytest.raises(RefusedError, match="rollout_servers"), bridge.sync(1) as window:
