@@ -54,7 +54,13 @@ CMD ["--help"]
 # Ray's head and workers, which start rollout servers (deploy/ray).
 FROM base AS ray
 USER 0
-RUN python3 -m pip install --no-cache-dir --quiet "ray[default]==2.60.0"
+# `ray up` copies its files with rsync, and starts the container with a shell in the place of vLLM's entry point.
+# hadolint ignore=DL3008
+RUN apt-get update \
+    && apt-get install --yes --no-install-recommends rsync \
+    && rm -rf /var/lib/apt/lists/* \
+    && python3 -m pip install --no-cache-dir --quiet "ray[default]==2.60.0"
 USER 10001:10001
 HEALTHCHECK NONE
+ENTRYPOINT []
 CMD ["ray", "--help"]
