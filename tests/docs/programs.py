@@ -278,6 +278,13 @@ def kubectl(arguments: list[str]) -> int:
     """kubectl itself for what it makes and reads; the cluster is the file .cluster.yaml."""
     cluster = Path(".cluster.yaml")
     held = list(yaml.safe_load_all(cluster.read_text())) if cluster.exists() else []
+    if "delete" in arguments:
+        (_, namespace, _, kind, name) = arguments
+        found = [one for one in held if _place(one) == (namespace, kind, name)]
+        assert found, f"no {kind} {name} in {namespace}"
+        kept = [one for one in held if one not in found]
+        cluster.write_text(yaml.safe_dump_all(kept))
+        return 0
     if "create" in arguments:
         made = _real("kubectl", *arguments, "--dry-run=client", "-o", "yaml")
     elif "apply" in arguments:
@@ -296,12 +303,7 @@ def kubectl(arguments: list[str]) -> int:
         parser.add_argument("--follow", action="store_true")
         options = parser.parse_args(arguments)
         kind, _, name = options.what.partition("/")
-        (found,) = [
-            one
-            for one in held
-            if (one["kind"].lower(), one["metadata"]["name"]) == (kind, name)
-            and one["metadata"]["namespace"] == options.n
-        ]
+        (found,) = [one for one in held if _place(one) == (options.n, kind, name)]
         pod = found["spec"]["template"]["spec"]
         names = [one["name"] for one in pod["containers"] + pod.get("initContainers", [])]
         assert options.c in names, f"{options.c}: found {names}"
@@ -312,8 +314,19 @@ def kubectl(arguments: list[str]) -> int:
     for one in new:
         space = one["metadata"].get("namespace", "default")
         assert space in named | {"default"}, f"no namespace {space}"
+        for other in held:
+            if one["kind"] == "Job" and _place(one) == _place(other):
+                changed = one["spec"]["template"] != other["spec"]["template"]
+                assert not changed, f"{_place(one)}: spec.template: field is immutable"
     cluster.write_text(yaml.safe_dump_all([*held, *new]))
     return 0
+
+
+def _place(manifest: Any) -> tuple[str, str, str]:
+    """Namespace, kind and name, as kubectl's commands have them."""
+    metadata = manifest["metadata"]
+    space = metadata.get("namespace", "default")
+    return space, manifest["kind"].lower(), metadata["name"]
 
 
 def _check_certificates(held: Sequence[Any], made: str) -> None:
