@@ -62,6 +62,17 @@ def container(manifests: list[Manifest], name: str) -> Manifest:
     return found
 
 
+def gpus(one: Manifest) -> int:
+    """That a container gets."""
+    return int(one["resources"]["limits"].get("nvidia.com/gpu", 0))
+
+
+def check_tolerations(pod: Manifest) -> None:
+    """A pod with GPUs runs on nodes that admit only such pods."""
+    tolerated = [each["key"] for each in pod.get("tolerations", [])]
+    assert tolerated == ["nvidia.com/gpu"] * any(map(gpus, containers(pod)))
+
+
 def trainer_config(manifests: list[Manifest]) -> TrainerConfig:
     """The draft trainer's configuration in its ConfigMap, every key checked."""
     (config,) = [m for m in manifests if m["kind"] == "ConfigMap"]

@@ -6,8 +6,10 @@ from __future__ import annotations
 
 import re
 import shlex
+import tomllib
 from collections.abc import Iterator
 
+from draft_trainer.config_file import parse_config
 from rollout_server.ray_fleet import build_parser
 from tests.deploy.manifests import (
     DEPLOY,
@@ -74,7 +76,7 @@ def test_the_secrets_are_those_that_the_overlay_mounts() -> None:
 
 
 def test_the_bridge_has_the_credentials_that_the_overlay_mounts() -> None:
-    (text,) = re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+    text, _ = re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
     manifests = overlay("secure")
     config = trainer_config(manifests)
     assert f'trainer="localhost:{config.server.port}"' in text
@@ -87,6 +89,13 @@ def test_the_bridge_has_the_credentials_that_the_overlay_mounts() -> None:
     ]
     items = [i for s in volume["projected"]["sources"] for i in s["secret"]["items"]]
     assert set(re.findall(r'files / "(.*?)"', text)) == {item["path"] for item in items}
+
+
+def test_a_policy_beside_the_fleets_trainer_reaches_it() -> None:
+    _, text = re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+    server = parse_config(tomllib.loads((DEPLOY / "ray" / "trainer.toml").read_text())).server
+    assert f'trainer="{server.host}:{server.port}"' in text
+    assert f'shared_memory="{server.shared_memory}"' in text
 
 
 def test_nodes_of_a_fleet_have_what_its_processes_import() -> None:

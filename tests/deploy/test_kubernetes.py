@@ -15,8 +15,10 @@ from slipstream.v1 import rollout_server_pb2
 from tests.deploy.manifests import (
     OVERLAYS,
     Manifest,
+    check_tolerations,
     container,
     containers,
+    gpus,
     only,
     overlay,
     pods,
@@ -78,10 +80,10 @@ def test_the_ring_is_memory_of_both_containers(
     assert volume["emptyDir"]["medium"] == "Memory"
     room = size(volume["emptyDir"]["sizeLimit"])
     # The file of each GPU's bridge, and what it holds in the one before while it moves there.
-    gpus = container(manifests, "policy")["resources"]["limits"].get("nvidia.com/gpu")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus is not None)
+    devices = gpus(container(manifests, "policy"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: devices > 0)
     outbox = BridgeConfig("trainer:1", "run").outbox_bytes
-    assert room >= int(gpus or 1) * (file_bytes(outbox) + outbox)
+    assert room >= (devices or 1) * (file_bytes(outbox) + outbox)
     for name in ("policy", "draft-trainer"):
         mounted = {m["name"]: m["mountPath"] for m in container(manifests, name)["volumeMounts"]}
         assert mounted["ring"] == server.shared_memory
@@ -106,6 +108,21 @@ def test_a_training_job_on_gpus_has_room_for_checkpoints_and_shared_memory(name:
     assert shared["medium"] == "Memory" and size(shared["sizeLimit"]) >= 1 << 30
     both = size(shared["sizeLimit"]) + size(ring["sizeLimit"])
     assert both < size(policy["resources"]["limits"]["memory"])
+
+
+@pytest.mark.parametrize("name", ["gpu", "secure"])
+def test_training_on_a_gpu_of_its_own_costs_what_that_is_of_the_loops(name: str) -> None:
+    manifests = overlay(name)
+    servers = only(manifests, "StatefulSet", "slipstream-rollout")["spec"]["replicas"]
+    loop = gpus(container(manifests, "policy"))
+    loop += servers * gpus(container(manifests, "rollout-server"))
+    share = gpus(container(manifests, "draft-trainer")) / loop
+    assert trainer_config(manifests).economy.training_share == pytest.approx(share, abs=0.005)
+
+
+def test_pods_with_gpus_run_on_nodes_of_such_pods(manifests: list[Manifest]) -> None:
+    for _, pod in pods(manifests):
+        check_tolerations(pod)
 
 
 def test_the_programs_take_their_arguments(manifests: list[Manifest]) -> None:

@@ -9,11 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 
 from draft_trainer.config_file import parse_config
+from policy_bridge.config import BridgeConfig
+from policy_bridge.outbox import file_bytes
 from rollout_server.ray_fleet import build_parser
-from tests.deploy.manifests import DEPLOY, containers
+from tests.deploy.manifests import DEPLOY, check_tolerations, containers, gpus, size
 
 kubernetes_validate = pytest.importorskip(
     "kubernetes_validate", reason="no schemas of Kubernetes: pip install kubernetes-validate"
@@ -68,21 +71,27 @@ def test_volumes_are_claimed_here_or_named_as_needed() -> None:
                 assert claim in defined | needed, f"{name}: {claim}"
 
 
-def test_the_fleet_fits_the_cluster_and_the_trainer_finds_it() -> None:
+def test_the_fleet_fits_the_cluster_and_the_trainer_finds_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     program, command, *arguments = shlex.split(JOB["spec"]["entrypoint"])
     assert (program, command) == ("rollout-server", "fleet")
     options, serve = build_parser().parse_known_args(arguments)
     assert options.trainer == Path("/etc/slipstream/trainer.toml")
-    gpus = {}
+    devices = {}
     for name, group in groups().items():
         (one,) = containers(group["template"]["spec"])
-        gpus[name] = int(one["resources"]["limits"]["nvidia.com/gpu"])
+        devices[name] = gpus(one)
+        check_tolerations(group["template"]["spec"])
         mounted = {m["mountPath"] for m in one["volumeMounts"]}
         assert {str(options.trainer.parent), TRAINER.server.shared_memory} <= mounted
-    # Rank 0 is on the driver's node, the head's; the servers take the others.
-    assert gpus == {"head": options.trainer_gpus, "rollouts": options.gpus}
+    # Rank 0 and the policy are on the driver's node, the head's; the servers take the others.
+    policy = devices["head"] - options.trainer_gpus
+    assert policy > 0 and devices["rollouts"] == options.gpus
     assert options.trainer_ranks == 1
     assert options.replicas == groups()["rollouts"]["replicas"]
+    share = options.trainer_gpus / (policy + options.replicas * options.gpus)
+    assert TRAINER.economy.training_share == pytest.approx(share, abs=0.005)
     assert TRAINER.training.device == "cuda"
     assert options.trainer_address == f"{TRAINER.server.host}:{TRAINER.server.port}"
     assert TRAINER.publish.rollout_servers == (f"file:{options.members}",)
@@ -91,6 +100,14 @@ def test_the_fleet_fits_the_cluster_and_the_trainer_finds_it() -> None:
     (head,) = containers(groups()["head"]["template"]["spec"])
     mounted = {m["mountPath"] for m in head["volumeMounts"]}
     assert {str(options.members.parent), str(TRAINER.draft.registry.parent)} <= mounted
+    # A file for the bridge on each of the policy's GPUs, and the one that it moves from.
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    bridge = BridgeConfig(options.trainer_address, "run")
+    assert bridge.shared_memory == TRAINER.server.shared_memory
+    volumes = groups()["head"]["template"]["spec"]["volumes"]
+    (shared,) = (size(v["emptyDir"]["sizeLimit"]) for v in volumes if v["name"] == "shm")
+    assert shared > policy * (file_bytes(bridge.outbox_bytes) + bridge.outbox_bytes)
+    assert shared < size(head["resources"]["limits"]["memory"])
 
 
 def test_ray_itself_takes_the_description_of_the_machines() -> None:
