@@ -51,10 +51,11 @@ class WorkerProcess:
         settings = {
             **{"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"},
             **{"TORCHINDUCTOR_COMPILE_THREADS": "1", "HF_HUB_OFFLINE": "1"},
-            # A peer's environment lacks this project's editable installation.
-            "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'proto'}",
             "PYTHONUNBUFFERED": "1",
         }
+        if python != Path(sys.executable):
+            # Another environment lacks this project; its own packages come before the caller's.
+            settings["PYTHONPATH"] = f"{ROOT}{os.pathsep}{ROOT / 'proto'}"
         with log.open("a") as stderr:
             self._process = subprocess.Popen(
                 [str(python), "-m", module, *arguments],

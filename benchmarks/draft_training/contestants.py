@@ -72,7 +72,8 @@ REQUIREMENTS: dict[str, tuple[str, ...]] = {
         "transformers==5.8.1",
         "tokenizers==0.22.2",
         "huggingface-hub==1.33.0",
-        "triton==3.9.0",
+        # On CUDA torch brings the one that it was built for.
+        *(() if torch.version.cuda else ("triton==3.9.0",)),
     ),
     "modelopt": (
         "nvidia-modelopt==0.47.0",

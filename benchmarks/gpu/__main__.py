@@ -1,4 +1,4 @@
-"""``python -m benchmarks.gpu``: what has to be shown on a GPU, with torch alone.
+"""``python -m benchmarks.gpu``: what has to be shown on a GPU.
 
 Two parts of at most ten minutes each. Every section's figures are written before the next begins,
 so that a machine that is taken away leaves what it measured. With ``--device cpu --tiny`` the
@@ -106,10 +106,17 @@ PARTS: dict[int, dict[str, Section]] = {
             (
                 Bound("forward with a window over one without", "at most", 1.01),
                 Bound("samples accepted", "at least", 1.0),
+                Bound("samples shed", "at most", 0),
             ),
         ),
     },
 }
+# Of a section: what torch, the programs that it starts and a package that is missing raise, and a
+# ceiling that is missing because its own section failed.
+_FAILURES = (
+    *(RuntimeError, RefusedError, OSError, ValueError, subprocess.SubprocessError),
+    *(ImportError, KeyError),
+)
 NOT_BUILT = ("the policy's step while capture, training and swaps share its GPU",)
 """Targets that no section measures."""
 
@@ -167,7 +174,7 @@ def _measured(section: Section, bench: Bench) -> dict[str, Any]:
         figures = section.run(bench)
     except NotMeasuredError as error:
         status, reason = "not measured", str(error)
-    except (RuntimeError, RefusedError, OSError, ValueError, subprocess.SubprocessError) as error:
+    except _FAILURES as error:
         status, reason = "failed", f"{type(error).__name__}: {error}"
     if bench.cuda:
         torch.cuda.empty_cache()
@@ -178,7 +185,7 @@ def _measured(section: Section, bench: Bench) -> dict[str, Any]:
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = options("gpu", "Correctness, speed and sharing of a GPU, with torch alone.")
+    parser = options("gpu", "Correctness, speed and sharing of a GPU.")
     add = parser.add_argument
     add("--part", type=int, nargs="+", choices=tuple(PARTS), default=tuple(PARTS), help="which")
     add("--only", help="sections, separated by commas; ceilings always come first")

@@ -6,10 +6,13 @@ A section that cannot be measured raises ``NotMeasuredError`` with the reason.
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
 import time
-from contextlib import nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -17,8 +20,7 @@ import torch
 
 from benchmarks.draft_training.case import SHAPES, Case
 from benchmarks.gpu.bench import Bench, K, NotMeasuredError, draft_of, rollouts
-from benchmarks.policy_stall.policy import TINY
-from benchmarks.policy_stall.trainers import Trainer, write_draft
+from benchmarks.harness import say
 from draft_trainer.config import TrainingConfig
 from draft_trainer.drafters.acceptance import expected_acceptance
 from draft_trainer.drafters.batch import batches
@@ -30,6 +32,8 @@ from slipstream.errors import RefusedError
 
 Figures = dict[str, Any]
 _DRILLS = 3
+_PEERS = ("specforge", "speculators")
+_FLUSH_SECONDS = 60.0
 
 
 def ceilings(bench: Bench) -> Figures:
@@ -140,45 +144,62 @@ def gate(bench: Bench) -> Figures:
 
 
 def training(bench: Bench) -> Figures:
-    """A step beside SpecForge's and speculators', as ``benchmarks.draft_training`` does it."""
+    """A step alone, then beside SpecForge's and speculators'."""
     case = replace(bench.case, name="gpu")
-    out = bench.folder / "training.json"
-    # A machine without an index has the peers that ``pack`` brought, or none.
-    for peers in ("specforge,speculators", "specforge", "speculators", ""):
-        if bench.tiny and peers:
-            continue
-        options = [f"--against={peers}", "--cases=gpu", f"--ttt-steps={K}", f"--json={out}"]
-        options += [f"--device={bench.device.type}", f"--dtypes={case.dtype}", "--rounds=7"]
-        script = (
-            "import sys; from benchmarks.draft_training import __main__ as m, case;"
-            f"case.SHAPES['gpu'] = case.Case(**{case.to_dict()!r}); sys.exit(m.main(sys.argv[1:]))"
-        )
-        try:
-            subprocess.run(
-                [sys.executable, "-c", script, *options],
-                timeout=max(bench.seconds_left, 1.0),
-                stdout=sys.stderr,
-                check=False,
-            )
-        except subprocess.TimeoutExpired as error:
-            raise NotMeasuredError(f"not done in time, with peers: {peers or 'none'}") from error
-        if out.exists():
-            break
-    if not out.exists():
-        raise NotMeasuredError("benchmarks.draft_training wrote no figures: see its log above")
-    (found,) = json.loads(out.read_text())["cases"]
-    seconds = found["contestants"]["ours"]["seconds"]["median"]
+    alone = _draft_training(bench, case, "", bench.seconds_left)
+    seconds = alone["contestants"]["ours"]["seconds"]["median"]
     figures: Figures = {
-        "case": found,
+        "case": alone,
         "tokens_a_second": case.rows * case.tokens / seconds,
         "share of the products' ceiling": training_flops(case)
         / seconds
         / bench.ceilings["product_flops"],
     }
-    for peer in ("specforge", "speculators"):
-        if peer in found["speed_against"]:
+    # A machine without an index has the peers that ``pack`` brought, or none.
+    for number, peer in enumerate(() if bench.tiny else _PEERS):
+        share = bench.seconds_left / (len(_PEERS) - number)
+        try:
+            figures[peer] = found = _draft_training(bench, case, peer, share)
+        except NotMeasuredError as error:
+            figures[peer] = str(error)
+            say(f"{peer}: {error}")
+        else:
             figures[f"speed against {peer}"] = found["speed_against"][peer]["median"]
     return figures
+
+
+def _draft_training(bench: Bench, case: Case, peer: str, seconds: float) -> Figures:
+    """The figures of ``benchmarks.draft_training`` on the case, against one peer or none."""
+    out = bench.folder / f"training-{peer or 'alone'}.json"
+    options = [f"--against={peer}", "--cases=gpu", f"--ttt-steps={K}", f"--json={out}"]
+    options += [f"--device={bench.device.type}", f"--dtypes={case.dtype}", "--rounds=7"]
+    script = (
+        "import sys; from benchmarks.draft_training import __main__ as m, case;"
+        f"case.SHAPES['gpu'] = case.Case(**{case.to_dict()!r}); sys.exit(m.main(sys.argv[1:]))"
+    )
+    run_group([sys.executable, "-c", script, *options], seconds)
+    if not out.exists():
+        raise NotMeasuredError("benchmarks.draft_training wrote no figures: see its log above")
+    (found,) = json.loads(out.read_text())["cases"]
+    return dict(found)
+
+
+def run_group(command: Sequence[str], seconds: float) -> None:
+    """Run a command to its end; afterwards no process of its group is left.
+
+    Raises:
+        NotMeasuredError: it was not done in time.
+    """
+    process = subprocess.Popen(command, stdout=sys.stderr, start_new_session=True)
+    try:
+        process.wait(max(seconds, 1.0))
+    except subprocess.TimeoutExpired as error:
+        raise NotMeasuredError(f"not done in {seconds:.0f} s") from error
+    finally:
+        # Workers would end by themselves only after their step, on the GPU of the next section.
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 def training_flops(case: Case) -> float:
@@ -251,7 +272,11 @@ def memory(bench: Bench) -> Figures:
 
 def capture(bench: Bench) -> Figures:
     """The policy's log-prob forward with and without a capture window, log-probs given."""
+    # The other sections need no transformers.
     from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+    from benchmarks.policy_stall.policy import TINY
+    from benchmarks.policy_stall.trainers import Trainer, write_draft
 
     if bench.tiny:
         policy_folder, draft = TINY, TINY.parent / "draft"
@@ -292,6 +317,16 @@ def capture(bench: Bench) -> Figures:
             if taken is not None:
                 taken.ship(ids, loss_mask=mask, sampled_logprobs=log_p)
 
+    def seconds(window: Callable[[], Any]) -> float:
+        """Until the policy's own stream is done; the copies on the bridge's go on."""
+        forward(nullcontext())
+        bench.wait()
+        begin = time.perf_counter()
+        forward(window())
+        if bench.cuda:
+            torch.cuda.current_stream(bench.device).synchronize()
+        return time.perf_counter() - begin
+
     with Trainer("capture", bench.folder, draft, 0) as trainer:
         trainer.wait_ready()
         config = BridgeConfig(trainer=trainer.address, run_id="gpu", sync_seconds=2.0)
@@ -301,16 +336,21 @@ def capture(bench: Bench) -> Figures:
             with bridge.sync(1):
                 pass
             off, on = [], []
-            for _ in range(3 if bench.tiny else 15):
-                off.append(bench.seconds(lambda: forward(nullcontext()), 1))
-                on.append(bench.seconds(lambda: forward(bridge.capture(forwards=1)), 1))
+            for _ in range(4 if bench.tiny else 16):
+                off.append(seconds(nullcontext))
+                on.append(seconds(lambda: bridge.capture(forwards=1)))
+                # The next pair shares nothing with this window's copies.
+                if not bridge.flush(_FLUSH_SECONDS):
+                    raise NotMeasuredError(f"a window was not sent in {_FLUSH_SECONDS:.0f} s")
             stats = bridge.stats()
-    ratios = sorted(a / b for a, b in zip(on, off, strict=True))
+    # The first window has the policy announced beside it.
+    ratios = sorted(a / b for a, b in zip(on[1:], off[1:], strict=True))
     return {
         "forward with a window over one without": ratios[len(ratios) // 2],
         "seconds_without": sorted(off)[len(off) // 2],
         "capture_off_reason": stats.capture_off_reason,
         "samples accepted": stats.accepted,
+        "samples shed": sum(stats.shed.values()),
     }
 
 

@@ -19,8 +19,9 @@ from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 
 from examples.arithmetic_grpo.processes import Service, free_port
-from examples.local_services import script
 
+# Not the script, which is not beside the interpreter where packages are in a folder of their own.
+DRAFT_TRAINER = [sys.executable, "-m", "draft_trainer.cli.main"]
 READY_SECONDS = 240.0
 # Killed with this process, however it ends.
 TIED = ["setpriv", "--pdeathsig", "KILL"] if shutil.which("setpriv") else []
@@ -35,7 +36,7 @@ NO_TRAINING = "batch_tokens = 1_000_000_000\nlinger_s = 3600\n"
 
 def write_draft(policy: Path, out: Path) -> None:
     """An untrained draft for a policy's folder."""
-    command = [script("draft-trainer"), "init", "--policy", str(policy), "--out", str(out)]
+    command = [*DRAFT_TRAINER, "init", "--policy", str(policy), "--out", str(out)]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
 
 
@@ -78,7 +79,7 @@ class Trainer(AbstractContextManager["Trainer"]):
             # A trainer that pauses wants fewer samples.
             + f'[economy]\nmode = "always"\n[training]\nnice = 19\n{NO_TRAINING}'
         )
-        command = [*NICE, script("draft-trainer"), "serve", "--config", str(config)]
+        command = [*NICE, *DRAFT_TRAINER, "serve", "--config", str(config)]
         if full_memory:
             # In a mount namespace of its own.
             mount = f"mount -t tmpfs -o size={FULL_BYTES} tmpfs {memory} && exec " + '"$@"'

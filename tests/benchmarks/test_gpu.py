@@ -3,16 +3,34 @@
 from __future__ import annotations
 
 import json
+import os
+import runpy
+import select
+import subprocess
+import sys
+import time
+import venv
 import zlib
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
+from benchmarks.draft_training import contestants
 from benchmarks.gpu import __main__ as gpu
 from benchmarks.gpu import pack
-from benchmarks.gpu.bench import NotMeasuredError
+from benchmarks.gpu.bench import Bench, NotMeasuredError
 from benchmarks.gpu.sections import training_flops
+from benchmarks.workers import WorkerProcess
+from tests.deploy.manifests import ROOT
+
+SELF_CHECK = ["--device=cpu", "--tiny"]
+
+
+def bench(folder: Path, tiny: bool = True) -> Bench:
+    return Bench(torch.device("cpu"), tiny, folder, time.monotonic() + 600.0)
 
 
 @pytest.mark.parametrize("part", [1, 2])
@@ -35,7 +53,118 @@ def test_every_section_runs_and_no_target_is_measured(part: int, tmp_path: Path)
         assert parity["difference of the acceptance length"] == 0.0
     else:
         assert sections["capture"]["figures"]["capture_off_reason"] == ""
-        assert sections["capture"]["figures"]["samples accepted"] >= 1
+        # All four rows of each of four windows.
+        assert sections["capture"]["figures"]["samples accepted"] == 16
+        assert sections["capture"]["figures"]["samples shed"] == 0
+        (shed,) = (b for b in gpu.PARTS[2]["capture"].bounds if b.figure == "samples shed")
+        assert shed.target(0).ok and not shed.target(1).ok
+
+
+def test_windows_that_are_not_copied_are_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = partial(gpu.sections.BridgeConfig, outbox_bytes=1)
+    monkeypatch.setattr(gpu.sections, "BridgeConfig", config)
+    figures = gpu.sections.capture(bench(tmp_path))
+    assert (figures["samples accepted"], figures["samples shed"]) == (0, 16)
+
+
+def test_only_capture_needs_transformers() -> None:
+    code = (
+        "import sys; sys.modules['transformers'] = None\n"
+        "from benchmarks.gpu.__main__ import main\n"
+        f"sys.exit(main([*{SELF_CHECK!r}, '--only=parity']))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "not measured  cosine of the gradients" in done.stdout
+
+
+def test_it_runs_with_packages_of_another_folder_and_without_scripts(tmp_path: Path) -> None:
+    venv.create(tmp_path / "python", with_pip=False, symlinks=True)
+    python = tmp_path / "python" / "bin" / "python"
+    packages = Path(torch.__file__).parents[1]
+    out = tmp_path / "figures.json"
+    command = [python, "-m", "benchmarks.gpu", *SELF_CHECK, f"--json={out}"]
+    path = os.pathsep.join(map(str, (packages, ROOT / "proto")))
+    done = subprocess.run(
+        [*command, "--only=training,capture"],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(out.read_text())["sections"]
+    assert {name: found[name]["status"] for name in ("training", "capture")} == {
+        "training": "measured",
+        "capture": "measured",
+    }
+
+
+def test_a_peer_that_is_not_done_costs_only_its_own_figure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: dict[str, float] = {}
+
+    def run(command: Sequence[str], seconds: float) -> None:
+        options = dict(word.split("=", 1) for word in command if word.startswith("--"))
+        peer = options["--against"]
+        given[peer] = seconds
+        if peer == "specforge":
+            raise NotMeasuredError("not done in time")
+        case = {
+            "contestants": {"ours": {"seconds": {"median": 2.0}}},
+            "speed_against": {"speculators": {"median": 3.0}},
+        }
+        Path(options["--json"]).write_text(json.dumps({"cases": [case]}))
+
+    monkeypatch.setattr(gpu.sections, "run_group", run)
+    chosen = bench(tmp_path, tiny=False)
+    chosen.ceilings["product_flops"] = 1e15
+    figures = gpu.sections.training(chosen)
+    assert list(given) == ["", "specforge", "speculators"]
+    assert given["specforge"] == pytest.approx(given[""] / 2, rel=0.1)
+    assert figures["share of the products' ceiling"] == training_flops(chosen.case) / 2e15
+    assert figures["specforge"] == "not done in time"
+    assert "speed against specforge" not in figures
+    assert figures["speed against speculators"] == 3.0
+
+
+def test_no_process_of_a_group_that_is_not_done_is_left(tmp_path: Path) -> None:
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    reader = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
+    # As draft_training with a worker: a child that goes on when its parent is killed.
+    code = '(exec 3>"$1"; echo >&3; exec sleep 600) & wait'
+    with pytest.raises(NotMeasuredError, match="not done in 2 s"):
+        gpu.sections.run_group(["sh", "-c", code, "", str(fifo)], 2.0)
+    assert os.read(reader, 2) == b"\n"
+    # The pipe ends with its last writer.
+    assert select.select([reader], [], [], 30.0)[0] == [reader]
+    assert os.read(reader, 1) == b""
+    os.close(reader)
+
+
+def test_a_worker_of_this_interpreter_has_the_callers_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "only_here.py").write_text("print('{}')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with WorkerProcess("ours", "only_here", [], tmp_path / "log") as worker:
+        assert worker.greeting == {}
+
+
+@pytest.mark.parametrize("cuda", [None, "13.0"])
+def test_a_peer_runs_on_the_triton_of_torch(
+    cuda: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    found = runpy.run_path(contestants.__file__)["REQUIREMENTS"]["specforge"]
+    assert any(name.startswith("triton") for name in found) == (cuda is None)
 
 
 def test_a_section_that_fails_does_not_end_the_others_and_is_no_pass(
@@ -46,6 +175,12 @@ def test_a_section_that_fails_does_not_end_the_others_and_is_no_pass(
 
     def absent(bench: object) -> dict[str, float]:
         raise NotMeasuredError("no peers")
+
+    def no_ceiling(bench: Bench) -> dict[str, float]:
+        return {"share": 1.0 / bench.ceilings["product_flops"]}
+
+    def no_package(bench: object) -> dict[str, float]:
+        raise ModuleNotFoundError("No module named 'transformers'")
 
     written: list[list[str]] = []
     out = tmp_path / "figures.json"
@@ -59,6 +194,8 @@ def test_a_section_that_fails_does_not_end_the_others_and_is_no_pass(
         1: {
             "first": gpu.Section(out_of_memory, 1.0, (bound,)),
             "second": gpu.Section(absent, 1.0),
+            "third": gpu.Section(no_ceiling, 1.0),
+            "fourth": gpu.Section(no_package, 1.0),
             "late": gpu.Section(last, 1e9),
             "last": gpu.Section(last, 1.0),
         }
@@ -69,9 +206,11 @@ def test_a_section_that_fails_does_not_end_the_others_and_is_no_pass(
     assert found["sections"]["first"]["reason"] == "OutOfMemoryError: CUDA out of memory"
     assert found["not_measured"]["a figure"] == found["sections"]["first"]["reason"]
     assert found["sections"]["second"]["status"] == "not measured"
+    assert found["sections"]["third"]["reason"] == "KeyError: 'product_flops'"
+    assert found["sections"]["fourth"]["status"] == "failed"
     assert "are left" in found["sections"]["late"]["reason"]
     # What was measured lies on disk before the next section begins.
-    assert written == [["first", "second", "late"]]
+    assert written == [["first", "second", "third", "fourth", "late"]]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
