@@ -21,6 +21,7 @@ import logging
 import math
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
@@ -66,7 +67,7 @@ class Publisher:
         self._committing = threading.Lock()
         self._handover = threading.Lock()
         self._staged: PublishResult | None = None
-        self._taken: list[str] = []  # ids of stages that ``complete`` is about to commit
+        self._taken: Counter[str] = Counter()  # ids that ``complete`` is about to commit
         self._undo_interrupted()
         if canary is not None:
             canary.begin(promotions.now)
@@ -92,19 +93,19 @@ class Publisher:
         with self._handover:
             staged, self._staged = self._staged, None
             taken = [] if staged is None else staged.stage_ids
-            self._taken += taken
+            self._taken += Counter(taken)
         try:
             with self.committed_alone():
                 now = self.promotions.now
-                if staged is not None and now.live == now.promoted != staged.draft_version:
-                    # Since it was staged, a roll back or an operator put another one live.
+                other = staged is not None and now.live == now.promoted != staged.draft_version
+                if other or not self._taken.keys() >= {*taken}:
+                    # Since it was staged, it was rolled back, or an operator put another one live.
                     self._abort(staged)
                     staged = None
                 return self._commit(staged, policy_version, policy_stage_id)
         finally:
             with self._handover:
-                for stage_id in taken:
-                    self._taken.remove(stage_id)
+                self._taken -= Counter(taken)
 
     def promote(self, version: int, pin: bool) -> PublishResult:
         """Stage and commit a release now. The pointer moves only when the fleet does.
@@ -148,12 +149,7 @@ class Publisher:
             RefusedError: FAILED_PRECONDITION, there is none; ABORTED, a publish is under way.
         """
         with self._staged_alone():
-            now = self.promotions.now
-            if failed is None:
-                return self._roll_back("rolled_back_by_hand", reason)
-            if failed != now.judged:
-                return PublishResult(now.live)
-            return self._roll_back("canary_rolled_back", reason)
+            return self._roll_back(reason, failed)
 
     def settle(self) -> bool:
         """End the trial under way if it has a result: promote to the rest, or roll back.
@@ -175,8 +171,7 @@ class Publisher:
             if promotions.now.trial != trial:
                 return False
             if result.event == "canary_rolled_back":
-                self._roll_back(result.event, result.reason)
-                return True
+                return self._roll_back(result.reason, trial.version).changes
 
             def settled() -> None:
                 if result.unmeasured:
@@ -192,6 +187,8 @@ class Publisher:
                 self._publish(trial.version, settled)
                 return True
             with self.committed_alone():
+                if promotions.now.trial != trial:  # A sync has replaced it meanwhile.
+                    return False
                 with promotions.state.transaction():
                     settled()
                 if result.unmeasured:
@@ -444,18 +441,21 @@ class Publisher:
             self._note("rolled_back", version, why)
         return restored
 
-    def _roll_back(self, event: str, reason: str) -> PublishResult:
+    def _roll_back(self, reason: str, failed: int | None) -> PublishResult:
         """To a good release. Only a failed trial lets go of a pin."""
         promotions, reason = self.promotions, reason or "no reason given"
         with self.committed_alone():
+            if failed not in (None, promotions.now.judged):  # A sync has put another one live.
+                return PublishResult(promotions.now.live)
             with promotions.state.transaction():
-                if event == "canary_rolled_back":
-                    version, target = promotions.failed()
-                else:
-                    version, target = promotions.roll_back(self._canary is not None)
+                by_hand, tried = failed is None, self._canary is not None
+                version, target = promotions.roll_back(tried) if by_hand else promotions.failed()
+                event = "rolled_back_by_hand" if by_hand else "canary_rolled_back"
                 self._record(event, version, reason)
             # Only now: where there is none to go to, what a sync has staged is still committed.
             self._drop_staged()
+            with self._handover:
+                self._taken.pop(f"draft-{version}", None)
             if self._canary is not None:
                 self._canary.begin(promotions.now)
             outcomes = self._restore(target, self.fleet.addresses, {})

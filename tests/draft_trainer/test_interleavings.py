@@ -11,7 +11,7 @@ import pytest
 
 from draft_trainer.config import CanaryConfig
 from draft_trainer.releases import reconcile
-from draft_trainer.releases.canary import Arm, Batch, Canary, decide
+from draft_trainer.releases.canary import Arm, Batch, Canary, TrialResult, decide
 from draft_trainer.releases.promotions import Promotion, Trial
 from rollout_server.acceptance import AcceptanceGuard, AcceptanceTracker
 from rollout_server.engine import VllmEngine
@@ -107,6 +107,66 @@ def test_a_result_of_a_trial_that_was_replaced_changes_nothing(
     assert rig.served == [2]
     trial = rig.promotions.now.trial
     assert trial is not None and trial.version == 2
+
+
+@pytest.mark.parametrize(
+    "found", ["canary_rolled_back", "canary_promoted", "canary_undecided", "unmeasured", "gave up"]
+)
+def test_a_verdict_says_nothing_of_what_a_sync_puts_live_before_it_is_applied(
+    make_rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch, found: str
+) -> None:
+    rig = make_rig(2, CanaryConfig())
+    rig.publisher.promote(1, pin=False)
+    trial = rig.promotions.now.trial
+    assert trial is not None
+    rig.promotions.offer(2)
+    rig.publisher.prepare()
+    unmeasured = found == "unmeasured"
+    result = TrialResult(trial, "canary_undecided" if unmeasured else found, "", (), unmeasured)
+    monkeypatch.setattr(rig.canary, "result", lambda *_: result)
+    alone = rig.publisher.committed_alone
+
+    def after_a_sync() -> object:
+        monkeypatch.setattr(rig.publisher, "committed_alone", alone)
+        assert rig.publisher.complete(7, rig.stage_policy(7)).draft_version == 2
+        return alone()
+
+    monkeypatch.setattr(rig.publisher, "committed_alone", after_a_sync)
+    if found == "gave up":
+        assert not rig.publisher.roll_back("nothing is accepted", 1).changes
+    else:
+        assert not rig.publisher.settle()
+    now = rig.promotions.now
+    assert rig.served == [2, 2] and rig.policies == [7, 7]
+    assert (now.live, now.promoted, now.good, now.hold) == (2, 2, (0,), False)
+    assert now.trial is not None and (now.trial.version, now.trial.incumbent) == (2, 0)
+    assert rig.events()[-2:] == [("canary_undecided", 1), ("committed", 2)]
+
+
+def test_a_sync_does_not_commit_a_draft_that_fails_after_it_was_taken(
+    make_rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would have caught a server up, and the next release is promoted already."""
+    rig = make_rig(2, CanaryConfig())
+    rig.publisher.promote(1, pin=False)
+    rig.doubles[0].state.draft_version = 0
+    rig.publisher.prepare()
+    rig.promotions.offer(2)
+    stage_id = rig.stage_policy(7)
+    alone = rig.publisher.committed_alone
+
+    def after_a_roll_back() -> object:
+        monkeypatch.setattr(rig.publisher, "committed_alone", alone)
+        assert rig.publisher.roll_back("nothing is accepted", 1).changes
+        return alone()
+
+    monkeypatch.setattr(rig.publisher, "committed_alone", after_a_roll_back)
+    rig.publisher.complete(7, stage_id)
+    assert rig.served == [0, 0] and rig.policies == [7, 7]
+    assert rig.doubles[0].commits()[-1] == ("policy-7",)
+    assert (rig.promotions.now.live, rig.promotions.now.promoted) == (0, 2)
+    assert rig.events()[-1] == ("canary_rolled_back", 1)
+    assert [list(d._state().staged) for d in rig.doubles] == [[]] * 2
 
 
 def test_what_was_drafted_before_a_trial_does_not_count(make_rig: Callable[..., Rig]) -> None:
