@@ -189,7 +189,8 @@ class Imports:
         manifest = release_foreign(registry, checkpoint, head, origin, result)
         version, promoted = manifest.draft_version, False
         if result is not None:
-            promoted = result.outcome == "passed" and self.promotions.offer(version)
+            passed = result.outcome == "passed"
+            promoted = passed and self.promotions.offer(version, result.incumbent_version)
             self.gate.record(result, version)
         reason = "not gated" if result is None else result.reason
         logger.info("draft %d imported from %r: %s", version, origin, reason)

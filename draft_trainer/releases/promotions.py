@@ -160,13 +160,20 @@ class Promotions:
         assert promotion is not None
         return promotion
 
-    def offer(self, version: int) -> bool:
-        """Promote a release that passed the gate, unless one is pinned. True when promoted."""
+    def offer(self, version: int, against: int | None = None) -> bool:
+        """Promote a release that passed the gate, unless one is pinned. True when promoted.
+
+        Args:
+            version: the release.
+            against: what the gate compared it with. If another one is promoted by then, it has not
+                passed. None: compared with nothing.
+        """
         with self.state.transaction():
-            pinned = self.now.pinned
-            if not pinned:
+            now = self.now
+            fits = not now.pinned and against in (None, now.promoted)
+            if fits:
                 self._change(promoted=version)
-            return not pinned
+            return fits
 
     def promote(self, version: int, pin: bool) -> None:
         """Promote by hand."""

@@ -96,8 +96,8 @@ class Candidates:
             version = self._written(candidate, result, run, parent)
         if version is not None:
             try:
-                promoted = self.promotions.offer(version)
-                how = "promoted" if promoted else "kept (pinned)"
+                promoted = self.promotions.offer(version, result.incumbent_version)
+                how = "promoted" if promoted else "kept (pinned, or the incumbent was replaced)"
             except RefusedError as error:
                 # A full disk must not end training: the next release is offered, too.
                 how = f"kept ({error})"

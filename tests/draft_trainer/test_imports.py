@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -116,7 +117,7 @@ def test_one_import_at_a_time(tmp_path: Path) -> None:
 
 
 def test_the_gate_judges_an_import_when_asked(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A trained draft, exported, is imported where nothing was trained: it passes, and moves on.
 
@@ -162,3 +163,17 @@ def test_the_gate_judges_an_import_when_asked(
         assert main(["releases", "verdicts", "--newest", "1", "--json", *at[:2]]) == 0
         (newest,) = json.loads(capsys.readouterr().out)
         assert (newest["outcome"], newest["draft_version"]) == ("failed", "2")
+        # Compared with draft 0, while an operator goes from that to draft 1.
+        imports = server._service.imports
+        imports.promotions.promote(0, pin=False)
+        judge = imports.gate.judge
+
+        def then_the_operator(*arguments: Any) -> object:
+            result = judge(*arguments)
+            imports.promotions.promote(1, pin=False)
+            return result
+
+        monkeypatch.setattr(imports.gate, "judge", then_the_operator)
+        main(["releases", "import", exported, *at])
+        assert "draft 3, not promoted; passed" in capsys.readouterr().out
+        assert client.status().promoted_release == 1

@@ -23,6 +23,15 @@ def test_promote_pins_until_promoted_without_a_pin(rig: Rig) -> None:
     assert rig.publisher.prepare().draft_version == 3
 
 
+def test_a_candidate_replaces_only_what_it_was_compared_with(rig: Rig) -> None:
+    """While the gate compared release 3 with release 0, release 2 was promoted."""
+    rig.publisher.promote(2, pin=False)
+    assert not rig.promotions.offer(3, against=0)
+    assert rig.promotions.now.promoted == 2
+    assert rig.promotions.offer(3, against=2)
+    assert rig.promotions.now.promoted == 3
+
+
 def test_promote_that_fails_changes_nothing(rig: Rig) -> None:
     rig.doubles[0].faults.stage = True
     result = rig.publisher.promote(2, pin=True)

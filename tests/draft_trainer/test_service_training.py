@@ -326,8 +326,8 @@ def test_a_release_that_cannot_be_promoted_now_is_kept_and_the_next_one_is(
         promotions = server.loop.candidates.promotions
         offer, asked = promotions.offer, list[int]()
 
-        def locked_at_first(version: int) -> bool:
-            asked.append(version)
+        def locked_at_first(version: int, against: int) -> bool:
+            asked.append((version, against))
             if len(asked) == 1:
                 raise RefusedError("draft.registry", "locked", "a folder", "wait")
             return offer(version)
@@ -336,7 +336,7 @@ def test_a_release_that_cannot_be_promoted_now_is_kept_and_the_next_one_is(
         assert train_until_released(client) == 1
         assert client.status().promoted_release == 0
         assert train_until_released(client, first_seed=40) == 2
-        assert asked == [1, 2] and client.status().promoted_release == 2
+        assert asked == [(1, 0), (2, 0)] and client.status().promoted_release == 2
         assert not server.died.is_set()
 
 
