@@ -143,6 +143,8 @@ class PolicyBridge(AbstractContextManager["PolicyBridge"]):
         self._last_sync: SyncResult | None = None
         # A version, and what to push of it, of a window that knew of no rollout server.
         self._waiting: tuple[int, nn.Module | Mapping[str, torch.Tensor]] | None = None
+        # By session id; servers join and leave while a run is open.
+        self._servers: dict[str, tuple[str, ...]] = {}
         self._window_open = False
         self._last_window: Capture | None = None
         self._closed = False
@@ -378,7 +380,9 @@ class PolicyBridge(AbstractContextManager["PolicyBridge"]):
 
     def _sync_window(self, version: int, session: Session | None, lead: bool) -> SyncWindow:
         known = None if self._connection is None else self._connection.session
-        trainer_servers = () if known is None else known.rollout_servers
+        trainer_servers: tuple[str, ...] = ()
+        if known is not None:
+            trainer_servers = self._servers.get(known.session_id, known.rollout_servers)
         answers = self._probe.answers()
         return SyncWindow(
             version,
@@ -387,6 +391,7 @@ class PolicyBridge(AbstractContextManager["PolicyBridge"]):
             trainer=self._trainer,
             session=session if self._guard.connected and answers else None,
             servers=self._config.rollout_servers or trainer_servers,
+            told=self._servers,
             fleet_known=known is not None or self._connection is None,
             fleet=self._fleet,
             lead=lead,

@@ -60,9 +60,10 @@ class SyncWindow:
     Attributes:
         model: whose weights ``push_policy`` pushes by default.
         session: the open run; None while the trainer cannot be reached.
-        servers: host:port of every rollout server.
+        servers: host:port of every rollout server, after entry those that the trainer has now.
         fleet_known: whether these are all that there are: the trainer told of its own, or cannot.
         lead: whether this process stages the draft and pushes the policy.
+        told: by session id, the servers that the trainer named in the last window.
         result: what was done; set at the end of the window.
         trainer_silent: whether the trainer let a deadline pass.
         waiting: what ``push_policy`` was given, where no server is known yet.
@@ -77,6 +78,7 @@ class SyncWindow:
     fleet_known: bool
     fleet: RolloutFleet
     lead: bool
+    told: dict[str, tuple[str, ...]] = field(default_factory=dict)
     result: SyncResult | None = field(default=None, init=False)
     trainer_silent: bool = field(default=False, init=False)
     waiting: nn.Module | Tensors | None = field(default=None, init=False)
@@ -104,6 +106,10 @@ class SyncWindow:
             )
             self._prepared = True
             self._keep_errors(response.servers)
+            named = tuple(outcome.address for outcome in response.servers)
+            if named and not self.config.rollout_servers:
+                self.told.clear()
+                self.told[self.session.session_id] = self.servers = named
         except grpc.RpcError as error:
             self._trainer_error("PrepareSync", error)
         self._so_far = replace(self._so_far, prepare_seconds=time.monotonic() - started)
@@ -243,6 +249,11 @@ class SyncWindow:
             return {}
         outcomes = response.result.servers
         self._keep_errors(outcomes)
+        if self._stage_id and not self.config.rollout_servers:
+            # One that joined since the policy was staged lacks it, which is an error as elsewhere.
+            named = {outcome.address for outcome in outcomes}
+            joined = named - {*self.servers, *self._so_far.left_out}
+            self.servers = (*self.servers, *sorted(joined))
         return {o.address: o.state for o in outcomes if o.HasField("state")}
 
     def _keep_errors(self, outcomes: Iterable[pb.ServerOutcome]) -> None:

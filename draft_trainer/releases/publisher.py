@@ -75,14 +75,14 @@ class Publisher:
     def prepare(self) -> PublishResult:
         """Stage the promoted release on every reachable server that serves another one.
 
-        Staging that fails anywhere is undone everywhere; the outcomes say why. While a release
-        is on trial on some servers, or the live one is measured first, nothing is staged.
+        Staging that fails anywhere is undone everywhere; the outcomes, one a server, say why. While
+        a release is on trial on some servers, or the live one is measured first, nothing is staged.
         """
         with self._staged_alone():
             self._drop_staged()
             now = self.promotions.now
             if now.waits:
-                return PublishResult(now.live)
+                return PublishResult(now.live, {a: ServerOutcome() for a in self.fleet.refresh()})
             result = self._stage(now.promoted)
             with self._handover:
                 self._staged = result if result.draft is not None else None

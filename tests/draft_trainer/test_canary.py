@@ -114,7 +114,8 @@ def test_a_trial_on_some_servers_comes_first(make_rig: Callable[..., Rig]) -> No
     assert caught.value.code is StatusCode.ABORTED
     assert "draft 1 on trial" in caught.value.found
     rig.promotions.offer(3)
-    assert not rig.publisher.prepare().changes
+    prepared = rig.publisher.prepare()
+    assert not prepared.changes and {*prepared.outcomes} == {d.address for d in rig.doubles}
     rig.publisher.complete(7, rig.stage_policy(7))
     assert rig.policies == [7] * 4 and sorted(rig.served) == [0, 0, 1, 1]
     rig.heal()

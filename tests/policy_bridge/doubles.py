@@ -206,7 +206,8 @@ class FakeTrainer(pb_grpc.DraftTrainerServicer):
 
     def PrepareSync(self, request, context):  # type: ignore[no-untyped-def]
         self._maybe_hang("PrepareSync")
-        return pb.PrepareSyncResponse(draft_version=7, servers=self.staging)
+        named = [pb.ServerOutcome(address=address) for address in self.rollout_servers]
+        return pb.PrepareSyncResponse(draft_version=7, servers=self.staging or named)
 
     def CompleteSync(self, request, context):  # type: ignore[no-untyped-def]
         self._maybe_hang("CompleteSync")

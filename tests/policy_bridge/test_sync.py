@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -85,18 +84,45 @@ def test_policy_and_draft_are_committed_in_one_call(
             assert torch.equal(double.live[name], tensor.bfloat16())
 
 
-def test_connections_to_servers_that_left_the_fleet_are_closed(
+def test_servers_that_join_during_a_run_get_the_policy_and_those_that_left_are_not_asked(
     trainer: FakeTrainer, connect: Connect, rollouts: Rollouts
 ) -> None:
     first, second = addresses(rollouts)
+    with trainer.serve() as server:
+        bridge = connect(server.address)
+        for version, servers in ((1, (first,)), (2, (second,)), (3, (first, second))):
+            trainer.rollout_servers = servers
+            push(bridge, version)
+            assert bridge._fleet._channels.keys() == set(servers)
+        assert trainer.sessions == 1
+    result = push(bridge, 4)
+    assert result.draft_errors, "the trainer is gone"
+    assert [double.policy_version for double, _ in rollouts] == [4, 4]
+
+
+def test_a_server_that_joins_after_the_policy_was_staged_is_an_error(
+    trainer: FakeTrainer, connect: Connect, rollouts: Rollouts
+) -> None:
+    (double, first), (joins, second) = rollouts
+    trainer.rollout_servers = (first.address,)
+    joins.fail.add("Commit")
+
+    def complete(request: pb.CompleteSyncRequest) -> pb.CompleteSyncResponse:
+        state = double.commit([request.policy_stage_id])
+        done = pb.ServerOutcome(address=first.address, committed=True, state=state)
+        lacks = pb.ServerOutcome(address=second.address, error="it is not staged")
+        return pb.CompleteSyncResponse(result=pb.PublishResult(servers=[done, lacks]))
+
+    trainer.on_complete = complete
     bridge = connect()
-    for version, servers in ((1, (first, second)), (2, (second,)), (3, (first, second))):
-        trainer.rollout_servers = servers
-        session = bridge._connection.session
-        bridge._connection.session = replace(session, rollout_servers=servers)
-        push(bridge, version)
-        assert bridge._fleet._channels.keys() == set(servers)
-    assert [double.policy_version for double, _ in rollouts] == [3, 3]
+    with pytest.raises(PolicySyncError, match="not committed on 1 rollout") as raised:
+        push(bridge, 1)
+    assert set(raised.value.errors) == {second.address}
+    assert bridge.policy_version is None
+    joins.fail.clear()
+    trainer.rollout_servers = addresses(rollouts)
+    push(bridge, 1)
+    assert [double.policy_version for double, _ in rollouts] == [1, 1]
 
 
 def test_a_push_of_adapters_is_refused_at_the_push_also_while_it_waits(connect: Connect) -> None:
