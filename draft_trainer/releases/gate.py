@@ -321,7 +321,10 @@ class Gate:
             try:
                 drafting = self.drafting()
                 held = self._held_out(run, head, drafting[0])
-                found = self._with_room(partial(_estimate, head, held, run.heads, *drafting))
+                device = self.config.training.device
+                found = self._with_room(
+                    lambda tokens: _estimate(head.to(device), held, run.heads, *drafting, tokens)
+                )
             except RefusedError as error:
                 if error.field != "policy_version":
                     raise

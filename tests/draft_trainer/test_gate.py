@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -198,6 +198,27 @@ def test_rows_past_a_sliding_window_are_left_out(
     short = [sample for sample in held if sample.tokens <= longest - 2]
     assert 0 < len(short) < len(held)
     assert judged(windowed, 5, held) == judged(plain, 5, short)
+
+
+def test_the_incumbent_is_measured_on_the_device_that_trains(
+    tmp_path: Path, trained: tuple[Policy, Eagle3Head, Eagle3Head], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is read into host memory, where a policy of some size takes minutes."""
+    policy, incumbent, _ = trained
+    held, unused = completions(policy, 20, seed=1), cast(Any, None)
+    run: Any = SimpleNamespace(heads=policy.heads(), held_out=lambda _: held)
+    config = make_config(tmp_path)
+    made = gate.Gate(config, unused, unused, Counters(), lambda: (3, "probabilistic"))
+    made._promoted = lambda: (0, incumbent)  # type: ignore[method-assign]
+    moved: list[str] = []
+
+    def to(device: str) -> Eagle3Head:
+        moved.append(device)
+        return incumbent
+
+    monkeypatch.setattr(incumbent, "to", to)
+    assert made.measure(run) is not None
+    assert moved == [config.training.device]
 
 
 def test_false_alarms_and_power(trained: tuple[Policy, Eagle3Head, Eagle3Head]) -> None:
