@@ -298,6 +298,9 @@ class AcceptanceWatch:
 
 HISTORY_SECONDS = 300.0
 """How far back the acceptance of a release counts that nothing is compared with yet."""
+LEAST_PACE = 0.1
+"""Share of what the other servers draft below which canaries count as down."""
+
 
 FIGURES_KEPT = 64
 
@@ -360,9 +363,7 @@ class Canary:
         if far < self._began and version == self._before[0]:
             batches = [*self._before[1], *batches]
         figures = _figures(batches)
-        return (
-            figures if sum(figure.drafts for figure in figures) >= self.config.min_drafts else None
-        )
+        return figures if _drafts(figures) >= self.config.min_drafts else None
 
     def result(self, now: Promotion, addresses: Iterable[str]) -> TrialResult | None:
         """The result of the trial under way, once there is one.
@@ -405,6 +406,14 @@ class Canary:
         if not trial.servers:
             # Of all the releases that replaced one another without a verdict.
             seconds = max(seconds, time.time() - trial.began_at)
+        if late and live and candidate is None:
+            steps = _drafts(mine)
+            expected = _drafts(theirs) * len(trial.servers) / len(trial.others)
+            if expected >= self.config.min_drafts and steps < LEAST_PACE * expected:
+                text = f"draft {trial.version}: {steps} verification steps on its servers, where "
+                text += f"{expected:.0f} are expected by what the others did: they are down, do "
+                text += "not draft, or have no requests"
+                return TrialResult(trial, "canary_rolled_back", text)
         late = seconds > self.config.max_seconds
         if late and (trial.servers or not trial.undecided):
             return TrialResult(trial, "canary_undecided", text)
@@ -424,6 +433,10 @@ class Canary:
             arm.interval(self.config.alpha / 2, positions) if enough else None
             for arm, enough in zip(arms, known, strict=True)
         ]
+
+def _drafts(batches: Sequence[Batch]) -> int:
+    return sum(batch.drafts for batch in batches)
+
 
 
 def _figures(batches: Sequence[Batch]) -> Figures:

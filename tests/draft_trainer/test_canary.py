@@ -178,6 +178,25 @@ def test_no_traffic_is_no_verdict_and_the_trial_goes_on_when_traffic_comes(
     assert rig.events()[-1] == ("canary_rolled_back", 1)
 
 
+@pytest.mark.parametrize(("steps", "after"), [(0, 0), (100, 1)], ids=["down", "slow"])
+def test_a_release_with_which_nothing_is_drafted_goes_to_no_other_server(
+    make_rig: Callable[..., Rig], steps: int, after: int
+) -> None:
+    """The other servers draft meanwhile, 400 steps each."""
+    rig = make_rig(4, CanaryConfig(share=0.25, max_seconds=0.05))
+    rig.watching(0)
+    rig.publisher.promote(1, pin=False)
+    rig.draft(0, GOOD, 400)
+    rig.draft(1, GOOD, steps)
+    settle(rig)
+    assert rig.served == [after] * 4
+    name = "canary_undecided" if after else "canary_rolled_back"
+    assert (name, 1) in rig.events() and rig.promotions.now.promoted == after
+    if not after:
+        text = rig.promotions.state.events.since(0)[-1].reason
+        assert "draft 1: 0 verification steps on its servers, where 400 are expected" in text
+
+
 def test_untested_releases_do_not_lower_what_the_next_is_compared_with(
     make_rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
