@@ -29,7 +29,7 @@ from operator import add
 
 from draft_trainer.config import CanaryConfig
 from draft_trainer.releases.fleet import Fleet
-from draft_trainer.releases.promotions import Batch, Figures, Promotion, Trial
+from draft_trainer.releases.promotions import HISTORY_SECONDS, Batch, Figures, Promotion, Trial
 from slipstream.v1 import rollout_server_pb2 as pb
 
 TUNED_FOR = 100.0
@@ -296,13 +296,10 @@ class AcceptanceWatch:
         return now
 
 
-HISTORY_SECONDS = 300.0
-"""How far back the acceptance of a release counts that nothing is compared with yet."""
+FIGURES_KEPT = 64
+
 LEAST_PACE = 0.1
 """Share of what the other servers draft below which canaries count as down."""
-
-
-FIGURES_KEPT = 64
 
 
 @dataclass(frozen=True)
@@ -399,6 +396,8 @@ class Canary:
             event = "canary_promoted" if fine else "canary_rolled_back"
             return TrialResult(trial, event, text, _figures(mine))
         unmeasured = candidate is not None and incumbent is None and not live
+        if unmeasured and now.hold:
+            return TrialResult(trial, "canary_promoted", f"{text} in time", _figures(mine))
         # An operator who rolled back to it does not want the incumbent again.
         if unmeasured and trial.version not in now.good:
             return TrialResult(trial, "canary_undecided", text, unmeasured=True)
@@ -406,6 +405,7 @@ class Canary:
         if not trial.servers:
             # Of all the releases that replaced one another without a verdict.
             seconds = max(seconds, time.time() - trial.began_at)
+        late = seconds > self.config.max_seconds
         if late and live and candidate is None:
             steps = _drafts(mine)
             expected = _drafts(theirs) * len(trial.servers) / len(trial.others)
@@ -414,7 +414,6 @@ class Canary:
                 text += f"{expected:.0f} are expected by what the others did: they are down, do "
                 text += "not draft, or have no requests"
                 return TrialResult(trial, "canary_rolled_back", text)
-        late = seconds > self.config.max_seconds
         if late and (trial.servers or not trial.undecided):
             return TrialResult(trial, "canary_undecided", text)
         return None
@@ -434,9 +433,9 @@ class Canary:
             for arm, enough in zip(arms, known, strict=True)
         ]
 
+
 def _drafts(batches: Sequence[Batch]) -> int:
     return sum(batch.drafts for batch in batches)
-
 
 
 def _figures(batches: Sequence[Batch]) -> Figures:

@@ -4,9 +4,10 @@ Without this record, a restarted trainer would fall back to the initial draft, a
 would push that to every server. An intent is on disk before its first commit, so that a trainer
 killed between the commits of two servers knows after its restart which servers to check.
 
-A release is good once its live acceptance has stood a trial against the last one that did. One that
-was replaced, or has no traffic to be judged on, is undecided: nothing is ever rolled back to it,
-and what comes after it is compared with the last good release.
+A release is good once its live acceptance has stood a trial against the last one that did, or that
+one could not be measured in time. One that was replaced, or has no traffic to be judged on, is
+undecided: nothing is ever rolled back to it, and what comes after it is compared with the last good
+release.
 """
 
 from __future__ import annotations
@@ -20,6 +21,9 @@ from pydantic import TypeAdapter, ValidationError
 
 from draft_trainer.state import State
 from slipstream.errors import RefusedError, StatusCode
+
+HISTORY_SECONDS = 300.0
+"""How far back the acceptance of a release counts that nothing is compared with yet."""
 
 GOOD_KEPT = 4
 """Releases a roll back can land on; retention spares all of them."""
@@ -94,7 +98,8 @@ class Promotion:
         intent: a release whose commits have begun and have no outcome yet; None between.
         trial: the one under way, if any.
         figures: of the incumbent, from before the trial.
-        hold: the incumbent is measured before anything else is tried.
+        hold: the incumbent is measured before anything else is tried, ``HISTORY_SECONDS`` at most;
+            with a trial: it was, in vain.
         live_at: Unix time at which the fleet came to serve ``live``, if known.
     """
 
@@ -126,7 +131,13 @@ class Promotion:
     @property
     def waits(self) -> bool:
         """Whether no other release may be staged: a trial or a measurement comes first."""
-        return bool(self.canaries) or self.hold
+        return bool(self.canaries) or self.measuring
+
+    @property
+    def measuring(self) -> bool:
+        """Whether the incumbent is measured first."""
+        held = self.hold and self.trial is None
+        return held and time.time() - (self.live_at or 0.0) < HISTORY_SECONDS
 
     @property
     def in_use(self) -> frozenset[int]:
@@ -212,7 +223,7 @@ class Promotions:
             now = self.now
             live = now.live if trial.servers else trial.version
             kept = now.figures if figures is None else figures
-            self._change(live=live, trial=trial, figures=kept, intent=None, hold=False)
+            self._change(live=live, trial=trial, figures=kept, intent=None)
 
     def measured(self, figures: Figures) -> None:
         """The incumbent's live acceptance, while the whole fleet serves it."""

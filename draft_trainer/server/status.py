@@ -289,7 +289,7 @@ class Status:
             last_verdict=gate,
             publishes=counters.fleet_events(),
             trial=None if trial is None else _trial_view(trial),
-            measuring=promotion.hold,
+            measuring=promotion.measuring,
             servers=self._servers(drafted),
             servers_by_state=counters.servers,
             last_minute=drafted.get("", ()),

@@ -244,6 +244,39 @@ def test_a_fleet_without_figures_of_the_incumbent_measures_it_first(
     assert rig.served == [1] and not rig.promotions.now.hold
 
 
+@pytest.mark.parametrize("by_hand", [False, True], ids=["in time", "by hand"])
+def test_an_incumbent_that_cannot_be_measured_holds_nothing_up_for_ever(
+    make_rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch, by_hand: bool
+) -> None:
+    """It is too far behind the policy to draft; release 1 was trained against version 11."""
+    rig = make_rig(1, CanaryConfig(), max_draft_lag=2)
+    (double,) = rig.doubles
+    rig.watching(0)
+    rig.publisher.complete(12, rig.stage_policy(12))
+    rig.publisher.promote(1, pin=False)
+    assert double.state.speculation_enabled
+    rig.draft(1, GOOD, 1000)
+    assert rig.publisher.settle()
+    rig.heal()
+    assert rig.served == [0] and not double.state.speculation_enabled
+    assert rig.promotions.now.measuring
+    assert not rig.publisher.prepare().changes, "it waits"
+    if by_hand:
+        rig.publisher.promote(1, pin=False)
+    else:
+        later = time.time() + canary.HISTORY_SECONDS
+        monkeypatch.setattr(canary.time, "time", lambda: later)
+        assert not rig.promotions.now.measuring
+        assert rig.publisher.prepare().changes and rig.publisher.complete(0, "").changes
+    assert rig.served == [1] and double.state.speculation_enabled
+    rig.draft(1, GOOD, 1000)
+    assert rig.publisher.settle()
+    now = rig.promotions.now
+    assert rig.served == [1] and (now.live, now.promoted, now.good) == (1, 1, (0, 1))
+    assert now.trial is None and not now.hold
+    assert rig.events()[-1] == ("canary_promoted", 1)
+
+
 @pytest.mark.parametrize("accepted", [GOOD, RUINED])
 def test_a_roll_back_by_hand_is_tried_too(
     make_rig: Callable[..., Rig], accepted: list[int]
