@@ -169,6 +169,13 @@ class Reconciler:
         # One that sleeps is put right when it wakes up: no try before that counts.
         left = given_up | {address for address in late if ASLEEP in self._diverged[address].text}
         due = [address for address in late if address not in left][:most]
+        # A sync may have committed since they were looked at.
+        stale = [address for address in due if self._diverged[address].reason != "not_ready"]
+        for address, state in fleet.each(lambda client: client.state(), stale).items():
+            if not isinstance(state, Failure):
+                states[address] = state
+                self._compare(address, state)
+        due = [address for address in due if address in self._diverged]
         for address, answer in fleet.each(self._put_right, due).items():
             self._tried(address, answer)
             if not isinstance(answer, Failure):

@@ -247,6 +247,25 @@ def test_a_repair_commits_what_is_wanted_by_then(
     assert left == []
 
 
+def test_what_a_sync_commits_while_servers_are_looked_at_is_no_divergence(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig.promotions.offer(1)
+    rig.publisher.prepare()
+    real = rig.fleet.states
+
+    def then_a_sync(read_back: bool) -> object:
+        found = real(read_back)
+        assert rig.publisher.complete(0, "").changes
+        return found
+
+    monkeypatch.setattr(rig.fleet, "states", then_a_sync)
+    rig.heal()
+    assert rig.served == [1, 1, 1]
+    assert [double.commits() for double in rig.doubles] == [[("draft-1",)]] * 3
+    assert rig.events() == [("committed", 1)] and rig.counters.servers["current"] == 3
+
+
 @pytest.mark.parametrize("what", ["a repair", "another publish"])
 def test_what_a_sync_commits_is_not_taken_for_a_stray(
     rig: Rig, monkeypatch: pytest.MonkeyPatch, what: str
