@@ -14,7 +14,7 @@ import shutil
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
@@ -301,7 +301,7 @@ class Registry:
         """
         if keep < 1:
             raise RefusedError("keep", keep, "at least 1", "keep at least the newest release")
-        removed: dict[int, Path] = {}
+        removed: list[int] = []
         with self.writing() as state:
             # Neither the pointer moves nor does a release come into use meanwhile.
             with state.lock, self._lock:
@@ -318,21 +318,18 @@ class Registry:
                     if version in spared or path.is_symlink() or not (too_many or too_large):
                         continue
                     name = f".removed-{path.name}-{os.getpid()}-{time.time_ns()}"
-                    removed[version] = path.rename(self.root / name)
+                    path.rename(self.root / name)
+                    removed.append(version)
                     total -= size
-            for path in removed.values():
-                shutil.rmtree(path)
+            # With those that could not be removed before.
+            _remove(self.root.glob(".removed-*"))
         return tuple(removed)
 
     def remove_leftovers(self) -> int:
         """Remove what killed processes left half-written; returns how many files and folders."""
         with self.writing():
             leftovers = [p for p in self.root.iterdir() if _LEFTOVER.fullmatch(p.name)]
-            for path in leftovers:
-                if path.is_dir() and not path.is_symlink():
-                    shutil.rmtree(path)
-                else:
-                    path.unlink()
+            _remove(leftovers)
             return len(leftovers)
 
     @contextmanager
@@ -342,6 +339,21 @@ class Registry:
         with folder_written_whole(path) as staging:
             yield staging
             write_manifest(staging, manifest)
+
+
+def _remove(leftovers: Iterable[Path]) -> None:
+    """Remove as many as possible. Raises OSError: the first of those that cannot be."""
+    errors = []
+    for path in leftovers:
+        try:
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
+        except OSError as error:
+            errors.append(error)
+    if errors:
+        raise errors[0]
 
 
 def open_registry(draft: DraftConfig) -> Registry:

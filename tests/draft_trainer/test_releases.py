@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -178,6 +179,30 @@ def test_prune_by_bytes_pins_and_use(tmp_path: Path) -> None:
     assert again.versions() == (5,)
     with pytest.raises(RefusedError, match="draft_version"):
         again.pin(1, True)
+
+
+def test_what_cannot_be_removed_keeps_nothing_else_and_is_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file that another machine has open on NFS."""
+    registry = Registry(tmp_path)
+    for seed in range(4):
+        create(registry, seed)
+    remove = shutil.rmtree
+
+    def busy(path: Path) -> None:
+        if "release-000000" in path.name:
+            raise OSError("Directory not empty")
+        remove(path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", busy)
+        with pytest.raises(OSError, match="not empty"):
+            registry.prune(1, tuple)
+    left = {name for name in names(tmp_path) if name.startswith(".removed-release-000000-")}
+    assert len(left) == 1 and names(tmp_path) == {"release-000003", *left}
+    assert registry.prune(1, tuple) == ()
+    assert names(tmp_path) == {"release-000003"}
 
 
 def test_training_goes_on_from_the_newest_that_was_trained(tmp_path: Path) -> None:
