@@ -125,8 +125,10 @@ class TrainerServer:
         fleet_view = FleetView(state.events)
         self._fleet = Fleet(publish, fleet_view.looked, self._credentials, state.owner)
         # A shared GPU does not say what training takes of it.
-        cores = core_seconds if config.training.device == "cpu" else lambda: None
-        economy = Economy(config.economy, cores=cores)
+        cores = partial(core_seconds, nice=config.training.nice)
+        economy = Economy(
+            config.economy, cores=cores if config.training.device == "cpu" else lambda: None
+        )
         self._watch = AcceptanceWatch(self._fleet, economy.served)
         known = newest.HasField("trained_against_policy_version")
         against = newest.trained_against_policy_version if known else None
@@ -143,7 +145,7 @@ class TrainerServer:
         ingest = Ingest(
             *(expected, self._store, self._counters, TeacherCheck(ids), arrived, memory),
             on_accepted=self._recorder.offer if self._recorder else None,
-            wanted=partial(_wanted_tokens, config, economy),
+            wanted=partial(_wanted_tokens, config, economy, self._fleet),
         )
         self._status = Status(
             self._counters,
@@ -358,15 +360,16 @@ def _max_tokens(config: TrainerConfig, head: Draft) -> int:
     return max(3, longest)
 
 
-def _wanted_tokens(config: TrainerConfig, economy: Economy) -> int:
+def _wanted_tokens(config: TrainerConfig, economy: Economy, fleet: Fleet) -> int:
     """Of each policy version; while training is paused, what measures the served draft."""
     if not economy.looks_only:
         return 0
     if not economy.measures_next:
         return 1  # the least that is bounded: a client still sends a sample
     held_out = config.replay.held_out_fraction or HELD_OUT_LEAST
-    # About half of the tokens of a rollout are the prompt's, where nothing is drafted.
-    return math.ceil(2 * config.gate.needed_anchors(0) / held_out)
+    # A verification step takes up to one token more than are drafted. About half of the tokens of a
+    # rollout are the prompt's, where nothing is drafted.
+    return math.ceil(2 * config.gate.needed_anchors(0) * (1 + fleet.drafting()[0]) / held_out)
 
 
 def _ended(future: Future[None], timeout: float) -> bool:

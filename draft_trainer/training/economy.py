@@ -1,19 +1,29 @@
 """Decides whether to train now: the generation time that training saves against its cost.
 
-One decision a policy version. At an acceptance length L generation is s(L) times as fast as without
-drafts, so that G seconds a version become G s(L) / s(L + g) with a draft that is better by g. The
-rollout servers report s as they run; it goes with L down to 1, where they stop drafting. The gain g
-that more training is expected to bring is the greater of what the served draft has lost on the
-newest held-out states since it was released, and of what training has gained a version lately. It
+One decision a policy version. Training for one version more pays while what it saves exceeds what
+it takes.
+
+Saving. Where drafts run, generation takes as many steps as tokens over the acceptance length L: a
+draft that is better by g saves g / (L + g) of its time. A server on which no draft runs, which
+reports a speed-up of 1, gains what lies beyond its break-even, the acceptance length from which
+drafts pay: L over the speed-up while they ran, and at least the L of a draft that does not run. One
+on which none ever ran gains nothing; one that reports no speed-up is taken to draft. The saving
 lasts for ``economy.horizon_versions`` versions, or until the policy's movement has taken all of L.
-Training for one version more pays while the saving over that time exceeds what it takes.
+
+Gain. g is the greater of what the served draft's L is below the reference length, on the newest
+held-out states, and of what training has gained a version lately. The reference length is what
+training is known to reach: that of the last release when it was made, before the first that of the
+first measurement. A version whose candidates gain nothing moves it half way to L: a loss that
+training cannot regain is not paid for without end.
 
 A draft that was released for this policy has lost nothing yet: training begins once it does. What
-is not known for ``LOOK_VERSIONS`` versions counts as paying.
+is not known for ``LOOK_VERSIONS`` versions counts as paying. Nothing of one run's policy and
+prompts counts in another.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 import time
@@ -66,24 +76,29 @@ class CoreSeconds:
         return max(0.0, min(self.ran - before.ran, self.waited - before.waited))
 
 
-def core_seconds(pid: int | None = None) -> CoreSeconds | None:
+def core_seconds(pid: int | None = None, nice: int | None = None) -> CoreSeconds | None:
     """What the kernel counts; None where it does not.
 
     Source: Linux, Documentation/scheduler/sched-stats.rst.
 
     Args:
         pid: of the process; None: this one.
+        nice: only of threads with this one: those that train, and no others of a process that
+            does more; None: of all.
     """
     if sys.platform != "linux":
         return None
-    ran = waited = 0
+    ran = waited = counted = 0
     for task in Path(f"/proc/{pid or 'self'}/task").iterdir():
         try:
             counts = (task / "schedstat").read_text().split()
+            counted += int(counts[0])
+            if nice is not None and os.getpriority(os.PRIO_PROCESS, int(task.name)) != nice:
+                continue
         except (FileNotFoundError, ProcessLookupError):
             continue  # the thread ended meanwhile, or the kernel does not count
         ran, waited = ran + int(counts[0]), waited + int(counts[1])
-    return CoreSeconds(ran / 1e9, waited / 1e9) if ran else None
+    return CoreSeconds(ran / 1e9, waited / 1e9) if counted else None
 
 
 @dataclass(frozen=True)
@@ -122,46 +137,54 @@ class Economy:
         cores: Callable[[], CoreSeconds | None] = core_seconds,
     ) -> None:
         self.config = config
-        self.last: Decision | None = None
         self._clock, self._cores = clock, cores
         self._lock = threading.Lock()
         self._busy: dict[str, float] = {}
         self._generated: dict[str, float] = {}
         self._speed_ups: dict[str, float] = {}
-        self._began = clock()
-        self._cores_before = cores()
+        self._break_even: float | None = None
+        self._run_id: str | None = None
+        self.begin("")
+
+    def begin(self, run_id: str) -> None:
+        """Of a run, unless it has begun: keeps what the servers' speed says and nothing else."""
+        if run_id == self._run_id:
+            return
+        self._run_id = run_id
+        self.last: Decision | None = None
+        self._began = self._clock()
+        self._cores_before = self._cores()
         self._trained = 0.0
         self._gained = 0.0
         self._lost = 0.0
-        self._unknown = 0
+        self._judged = self._measured = False
+        self._unknown = self._unmeasured = 0
         self._measure_at, self._between = 0, 1
         self._seconds: float | None = None
         self._generation: float | None = None
         self._cost: float | None = None
         self._progress: float | None = None
         self._drift: float | None = None
-        self._released_length: float | None = None
+        self._reference: float | None = None
         self._length: float | None = None
         self._proposed = 0
-        self._break_even: float | None = None
 
     @property
     def looks_only(self) -> bool:
         """Whether samples serve to measure the served draft, not to train."""
-        if self.last is None:
-            return self.config.mode != "always"
-        return not self.last.train
+        last = self.last
+        return self.config.mode != "always" if last is None else not last.train
 
     @property
     def measures_next(self) -> bool:
         """Whether the states that the next policy version's step captures serve to measure the
         served draft: that is in the version after it."""
-        return self.last is None or self.measures(self.last.policy_version + 2)
+        last = self.last
+        return last is None or self.measures(last.policy_version + 2)
 
     def measures(self, policy_version: int) -> bool:
-        """Whether the served draft is measured before that version is decided for; a version far
-        below the next is another run's."""
-        return not self._measure_at - MOST_BETWEEN <= policy_version < self._measure_at
+        """Whether the served draft is measured before that version is decided for."""
+        return policy_version >= self._measure_at
 
     def served(self, address: str, state: pb.ServerState) -> None:
         """A server's report: how long its engine has taken steps since its start, and its gain."""
@@ -172,10 +195,11 @@ class Economy:
                 # A server that restarted counts from 0.
                 grown = now - before if now >= before else now
                 self._generated[address] = self._generated.get(address, 0.0) + grown
-            if not state.speculation_enabled:
-                self._speed_ups[address] = 1.0
-            elif state.HasField("speed_up") and 0.0 < state.speed_up < 100.0:
+            if state.HasField("speed_up") and 0.0 < state.speed_up < 100.0:
                 self._speed_ups[address] = state.speed_up
+            elif not state.speculation_enabled and address in self._speed_ups:
+                # Of one that never said whether drafts pay, being switched off does not say it.
+                self._speed_ups[address] = 1.0
 
     def trained(self, seconds: float) -> None:
         """An optimizer step took that long."""
@@ -185,28 +209,34 @@ class Economy:
         """The gate's estimates on the newest held-out states."""
         length, gain = figures.incumbent_acceptance_length, figures.difference
         self.measured(length)
+        self._judged = True
         if released:
             # Not the candidate's own length, by which it was chosen of several.
             self._gained += gain
-            self._released_length = self._length = length + gain
+            self._reference = self._length = length + gain
 
     def measured(self, length: float, proposed: int = 0) -> None:
         """The served draft's estimate on the newest held-out states, of ``proposed`` tokens."""
-        if self._released_length is None:
-            self._released_length = length
+        self._measured = True
+        if self._reference is None:
+            self._reference = length
         if self._length is not None:
             self._lost += self._length - length
         self._length, self._proposed = length, proposed or self._proposed
 
-    def decide(self, policy_version: int) -> Decision:
-        """For the versions from now on."""
-        before = self.last
-        if before is None or policy_version != before.policy_version:
-            self._end_version(first=before is None)
-            self.last = self._decide(policy_version, before is not None and before.train)
-        else:
-            self.last = before
-        return self.last
+    def decide(self, policy_version: int, behind: bool = False) -> Decision:
+        """For the versions from now on.
+
+        Args:
+            policy_version: the newest.
+            behind: whether the newest release is about to be too old to be served.
+        """
+        last = self.last
+        if last is None or policy_version != last.policy_version:
+            self._end_version(first=last is None)
+            training = last is not None and last.train
+            self.last = last = self._decide(policy_version, training, behind)
+        return last
 
     def _end_version(self, first: bool) -> None:
         now, cores = self._clock(), self._cores()
@@ -223,10 +253,17 @@ class Economy:
                 self._speed_ups = {address: self._speed_ups[address] for address in kept}
         trained, gained, lost = self._trained, self._gained, self._lost
         self._trained = self._gained = self._lost = 0.0
+        judged, measured = self._judged, self._measured
+        self._judged = self._measured = False
         if first:
             return
         self._seconds = _smoothed(self._seconds, seconds)
-        self._drift = _smoothed(self._drift, lost)
+        self._unmeasured += 1
+        if measured:
+            self._drift = _smoothed(self._drift, lost / self._unmeasured)
+            self._unmeasured = 0
+        if judged and gained <= 0 and self._length is not None:
+            self._reference = _smoothed(self._reference, self._length)
         if generated:
             # Engines generate side by side: a version takes what one of them takes.
             mean = sum(generated.values()) / len(generated)
@@ -240,10 +277,13 @@ class Economy:
             self._cost = _smoothed(self._cost, took)
             self._progress = _smoothed(self._progress, gained)
 
-    def _decide(self, version: int, training: bool) -> Decision:
+    def _decide(self, version: int, training: bool, behind: bool) -> Decision:
         mode = self.config.mode
         if mode != "when-it-pays":
             return Decision(version, mode == "always", f"economy.mode is {mode}")
+        if behind:
+            reason = "the newest release is almost too old for publish.max_draft_lag"
+            return Decision(version, True, f"{reason}: training is tried, whatever it saves")
         generation, seconds, length = self._generation, self._seconds, self._length
         if generation is None or seconds is None or length is None:
             self._unknown += 1
@@ -263,7 +303,7 @@ class Economy:
             if self._proposed and length - 1 < LEAST_ACCEPTED * self._proposed:
                 reason = f"{length:.3f} of {1 + self._proposed} possible: training is tried"
                 return Decision(version, True, f"acceptance length {reason}", None, cost)
-        gain = max((self._released_length or length) - length, self._progress or 0.0, 0.0)
+        gain = max((self._reference or length) - length, self._progress or 0.0, 0.0)
         lasts: float = self.config.horizon_versions
         if self._drift is not None and self._drift > 0:
             lasts = min(lasts, max(1.0, (length + gain - 1) / self._drift))
@@ -272,7 +312,8 @@ class Economy:
         if saving > cost * QUIET:
             self._between = 1
             self._measure_at = version + 1
-        elif self.measures(version):
+        elif not self._unmeasured:
+            # A measurement for which there were too few states says nothing: it is made again.
             self._between = min(2 * self._between, MOST_BETWEEN)
             self._measure_at = version + self._between
         text = (
@@ -292,17 +333,18 @@ class Economy:
         """Of a version's generation, by a draft that is better by ``gain``."""
         with self._lock:
             speed_ups = list(self._speed_ups.values())
-        if not speed_ups:
-            # At a fixed draft length generation is as many steps as tokens over acceptance length.
-            return gain / (length + gain)
-        now = sum(speed_ups) / len(speed_ups)
-        if now > 1:
+        drafting = [speed_up for speed_up in speed_ups if speed_up != 1.0]
+        saved = gain / (length + gain)
+        if drafting:
+            now = sum(drafting) / len(drafting)
             self._break_even = _smoothed(self._break_even, length / now)
-        if self._break_even is None:
-            # No draft of this length pays on these servers; they do not say how far it is from it.
-            return 0.0
-        better = max(now, (length + gain) / self._break_even, 1.0)
-        return 1 - now / better
+        if len(drafting) == len(speed_ups):
+            return saved
+        beyond = 0.0
+        if self._break_even is not None:
+            self._break_even = max(self._break_even, length)
+            beyond = max(0.0, 1 - self._break_even / (length + gain))
+        return saved + (beyond - saved) * (1 - len(drafting) / len(speed_ups))
 
 
 def _smoothed(old: float | None, new: float) -> float:

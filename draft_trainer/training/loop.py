@@ -286,6 +286,7 @@ class TrainingLoop:
     def _pays(self, run: Run) -> bool:
         """Whether to train on what is stored, by the economy's decision for this policy version."""
         economy, version = self.candidates.economy, run.latest_policy_version
+        economy.begin(run.run_id)
         last = economy.last
         if version is None or (last is not None and last.policy_version == version):
             return not economy.looks_only
@@ -296,7 +297,11 @@ class TrainingLoop:
                 length = gate.measure(run)
             if length is not None:
                 economy.measured(length, gate.drafting()[0])
-        decision = economy.decide(version)
+            else:
+                logger.info("policy version %d: too few states to measure the draft on", version)
+        # A release takes a version or two to be made and to go live.
+        lag, against = self.candidates.config.publish.max_draft_lag, self.counters.newest_release[1]
+        decision = economy.decide(version, behind=0 < lag < version + 2 - (against or 0))
         if last is None or last.train != decision.train:
             logger.info("policy version %d: %s", version, decision.reason)
         return decision.train

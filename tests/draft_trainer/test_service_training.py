@@ -287,7 +287,7 @@ def test_what_was_trained_before_a_pause_is_judged(
         economy, learner = server.loop.candidates.economy, server.loop.learner
         step = learner.step
 
-        def decide(version: int) -> Decision:
+        def decide(version: int, behind: bool) -> Decision:
             economy.last = Decision(version, version < 2, "the test's")
             return economy.last
 
@@ -303,6 +303,30 @@ def test_what_was_trained_before_a_pause_is_judged(
         status = client.wait_for(lambda s: s.training_paused and s.idle)
         assert status.train_steps == 1 and status.samples_pending > 0
         assert status.last_verdict.trained_against_policy_version == 1
+
+
+def test_another_run_is_decided_for_anew_though_its_version_has_the_same_number(
+    tmp_path: Path,
+) -> None:
+    with running(make_config(tmp_path, economy={"mode": "when-it-pays"})) as (_, client):
+        for run, version, waited in (("one", 1, 1), ("one", 2, 2), ("other", 2, 1)):
+            client.open(run)
+            client.announce(version)
+            client.send(*rollouts(1, version, version))
+            text = f"{waited} of 3 policy versions waited"
+            client.wait_for(lambda s, text=text: text in s.training_decision)
+
+
+def test_a_release_that_is_almost_older_than_may_be_served_is_replaced(tmp_path: Path) -> None:
+    publish = {"max_draft_lag": 3}
+    config = make_config(tmp_path, economy={"mode": "when-it-pays"}, publish=publish)
+    with running(config) as (_, client):
+        client.open()
+        for version, reason in ((1, "not known yet"), (2, "publish.max_draft_lag")):
+            client.announce(version)
+            client.send(*rollouts(1, version, version))
+            status = client.wait_for(lambda s, reason=reason: reason in s.training_decision)
+            assert status.training_paused is (version == 1)
 
 
 def test_another_run_does_not_judge_what_the_one_before_it_trained(tmp_path: Path) -> None:
@@ -374,10 +398,10 @@ def test_a_trainer_that_may_not_train_says_so_and_keeps_the_samples(tmp_path: Pa
         assert status.samples_pending + status.samples_held_out == 8
         training = next(found for found in status.diagnosis if found.part == "training")
         assert training.found == "training is paused: economy.mode is never"
-        # Twice 20 anchors, of the quarter of all prompts that is held out here.
+        # Twice 20 steps of up to four tokens, of the quarter of all prompts that is held out here.
         with Stream(client) as stream:
             stream.send(rollouts(1, seed=3)[0])
-            assert stream.wanted_tokens == 160
+            assert stream.wanted_tokens == 640
 
 
 def test_samples_that_arrive_during_a_pause_keep_no_message_from_the_other_ranks(
@@ -393,9 +417,10 @@ def test_samples_that_arrive_during_a_pause_keep_no_message_from_the_other_ranks
 
 
 def test_a_paused_trainer_wants_a_whole_sample_at_least(tmp_path: Path) -> None:
-    config = make_config(tmp_path, economy={"mode": "never"}, gate={"min_anchors": 1})
-    sample = rollouts(1)[0]
+    sections = {"gate": {"min_anchors": 1}, "publish": {"num_speculative_tokens": 1}}
+    config = make_config(tmp_path, economy={"mode": "never"}, **sections)
+    sample = rollouts(9)[8]
     with feeding(config) as (_, client), Stream(client) as stream:
         stream.send(sample)
-        # 8 tokens would measure the draft.
-        assert stream.wanted_tokens == sample.tokens > 8
+        # 16 tokens would measure the draft.
+        assert stream.wanted_tokens == sample.tokens > 16
