@@ -388,6 +388,8 @@ class EngineHooks:
         """Evict the embeddings of images and the like that no request refers to.
 
         They are the old policy's. vLLM's own reset would also take those of running requests.
+        Workers hear of an eviction with the next step, and not at all of one whose image that step
+        needs again; Model Runner V2 would not encode it then. So they are told here.
         """
         manager = self._scheduler.encoder_cache_manager
         # That of encoder-decoder models keeps none.
@@ -395,6 +397,9 @@ class EngineHooks:
         # As for an input that needs the room of them all.
         large = SimpleNamespace(get_num_encoder_embeds=lambda _: all_of_it)
         manager.can_allocate(large, 0, all_of_it, 0)
+        evicted = list(getattr(manager, "freed", ()))
+        if evicted:
+            self._rpc("slipstream_forget", None, (evicted,))
 
 
 def slipstream_call(self: Any, method: str, args: list[Any]) -> Any:

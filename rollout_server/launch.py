@@ -307,9 +307,7 @@ def _check_supported(args: argparse.Namespace) -> None:
     one_host = "start all ranks with one command: staged weights are files of this host"
     for option, most, why in (
         ("--speculative-config", None, ours),
-        ("--spec-method", None, ours),
-        ("--spec-model", None, ours),
-        ("--spec-tokens", None, ours),
+        *((f"--spec-{name}", None, ours) for name in ("method", "model", "tokens")),
         ("--headless", None, "serve with an API server"),
         ("--grpc", None, "serve the OpenAI API"),
         ("--uds", None, "serve on --port"),
@@ -319,6 +317,7 @@ def _check_supported(args: argparse.Namespace) -> None:
         ("--pipeline-parallel-size", 1, "use --tensor-parallel-size"),
         ("--nnodes", 1, one_host),
         ("--enable-eplb", None, "a push would put experts back where they were loaded"),
+        ("--ec-transfer-config", None, "its store would keep an older policy's embeddings"),
     ):
         found = getattr(args, option.removeprefix("--").replace("-", "_"), None)
         if most is None and found is not None and found is not False:

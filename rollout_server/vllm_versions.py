@@ -122,7 +122,9 @@ HOOKS: tuple[Hook, ...] = (
         "EncoderCacheManager.can_allocate",
         ("self", "request", "input_id", "encoder_compute_budget", "num_embeds_to_schedule"),
     ),
-    Hook("vllm.v1.core.encoder_cache_manager", "EncoderCacheManager.num_freeable_slots"),
+    *_hooks(
+        "vllm.v1.core.encoder_cache_manager", "EncoderCacheManager", "num_freeable_slots", "freed"
+    ),
     Hook(_SCHEDULER, "Scheduler.set_pause_state", ("self", "pause_state")),
     *_hooks(
         "vllm.v1.core.sched.output",
@@ -165,9 +167,11 @@ HOOKS: tuple[Hook, ...] = (
         "GPUModelRunner",
         *("drafter", "use_async_scheduling", "speculative_config", "discard_request_mask"),
         *("_draft_probs", "_draft_prob_req_ids", "valid_sampled_token_count_event"),
-        *("_copy_valid_sampled_token_count", "reset_lora_state"),
+        *("_copy_valid_sampled_token_count", "reset_lora_state", "encoder_cache"),
     ),
     *_hooks(_RUNNER_V2, "GPUModelRunner", "speculator", "get_draft_model", "reset_lora_state"),
+    Hook(_RUNNER_V2, "GPUModelRunner.encoder_cache"),
+    Hook("vllm.v1.worker.gpu.mm.encoder_cache", "EncoderCache.encoder_outputs"),
     Hook(
         "vllm.v1.worker.gpu.spec_decode.speculator",
         "DraftModelSpeculator.propose",

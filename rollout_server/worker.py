@@ -244,6 +244,15 @@ def slipstream_read_back(self: Any) -> str:
     return ASLEEP if _sleeps(self) else WorkerHooks.of(self).read_back.check()
 
 
+def slipstream_forget(self: Any, evicted: list[str]) -> None:
+    """Drop the encoder's outputs of these hashes, which no request refers to."""
+    cache = self.model_runner.encoder_cache
+    # Model Runner V1's is the dict itself, V2's has one, or is None for a model without an encoder.
+    outputs = getattr(cache, "encoder_outputs", cache) or {}
+    for name in evicted:
+        outputs.pop(name, None)
+
+
 def slipstream_set_speculation(self: Any, enabled: bool) -> float:
     """Skip the draft's forward pass or run it. Answers seconds."""
     start = time.perf_counter()
@@ -359,6 +368,7 @@ def install(worker_class: type) -> None:
     for method in (
         *(slipstream_describe, slipstream_apply, slipstream_prepare),
         *(slipstream_read_back, slipstream_set_speculation, slipstream_check_transfer),
+        slipstream_forget,
     ):
         setattr(worker_class, method.__name__, method)
     watch_sleep(worker_class)

@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 
 import rollout_server.engine_core
-from rollout_server.engine_core import EngineHooks, PrefixCacheSalt, StepClock, rounded_up
+from rollout_server.engine_core import EngineHooks, PrefixCacheSalt, StepClock
 from rollout_server.reload import Change, Result
 from rollout_server.store import WeightSource
+from rollout_server.worker import slipstream_forget
 
 TOKENS = list(range(12))
 
@@ -270,12 +271,6 @@ def test_an_interrupted_step_begins_anew(core: Core) -> None:
     assert core.sums == {("speculative", 1, 3): (2, 2.0)}
 
 
-def test_sizes_are_few_and_close() -> None:
-    sizes = {rounded_up(requests) for requests in range(1, 257)}
-    assert sorted(sizes) == [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256]
-    assert all(n <= rounded_up(n) < 1.5 * n + 1 for n in range(1, 257))
-
-
 class Workers:
     """``collective_rpc`` of an engine core with two workers."""
 
@@ -283,10 +278,11 @@ class Workers:
         self.errors = ["", ""]
         self.restored = self.answers = True
         self.applied: list[list[str]] = []
+        self.encoders: list[Any] = []
 
-    def __call__(
-        self, method: str, timeout: float | None = None, args: tuple[Any, ...] = ()
-    ) -> Any:
+    def __call__(self, method: str, timeout: Any = None, args: Any = ()) -> Any:
+        if method == "slipstream_forget":
+            return [slipstream_forget(worker, *args) for worker in self.encoders]
         if method != "slipstream_apply":
             return ["same", "same"]
         [messages] = args
@@ -303,12 +299,11 @@ def hooks() -> EngineHooks:
     from vllm.v1.core.sched.interface import PauseState
 
     drafting = SimpleNamespace(spec_token_ids=[1, 2, 3])
+    queued = SimpleNamespace(scheduled_spec_decode_tokens={"a": [1], "b": [2]})
     core = SimpleNamespace(
         collective_rpc=Workers(),
         request_block_hasher=lambda request: request.cache_salt,
-        batch_queue=[
-            ("future", SimpleNamespace(scheduled_spec_decode_tokens={"a": [1], "b": [2]}))
-        ],
+        batch_queue=[("future", queued)],
         scheduler=SimpleNamespace(
             make_spec_decoding_stats=lambda *_: object(),
             dynamic_sd_lookup="as configured",
@@ -458,6 +453,13 @@ def test_drafting_off_plans_no_drafts(hooks: EngineHooks) -> None:
 
 
 def test_images_are_encoded_again_by_a_new_policy(hooks: EngineHooks) -> None:
+    """Workers forget them at once: a step that needs one again tells none that it was evicted."""
+    from vllm.v1.worker.gpu.mm.encoder_cache import EncoderCache
+
+    outputs, v2 = dict.fromkeys(("seen", "in use")), EncoderCache()
+    v2.encoder_outputs = outputs.copy()
+    runners = [SimpleNamespace(encoder_cache=cache) for cache in (outputs, v2, None)]
+    hooks._rpc.encoders = [SimpleNamespace(model_runner=runner) for runner in runners]
     manager = hooks.core.scheduler.encoder_cache_manager  # type: ignore[attr-defined]
     ended, reading, new = (
         SimpleNamespace(
@@ -473,7 +475,9 @@ def test_images_are_encoded_again_by_a_new_policy(hooks: EngineHooks) -> None:
     hooks.apply([change("draft")], 1.0)
     assert manager.check_and_update_cache(new, 0)
     manager.free_encoder_input(new, 0)
+    assert len(outputs) == len(v2) == 2
     hooks.apply([change("policy")], 1.0)
+    assert list(outputs) == list(v2.encoder_outputs) == ["in use"]
     assert not manager.check_and_update_cache(new, 0) and manager.get_freed_mm_hashes() == ["seen"]
     assert manager.check_and_update_cache(reading, 0), "a request is reading it"
 

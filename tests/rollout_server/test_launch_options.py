@@ -83,6 +83,12 @@ def test_experts_that_move_between_ranks_are_refused(parse: Any) -> None:
         parse("--enable-expert-parallel", "--enable-eplb")
 
 
+def test_a_store_of_embeddings_is_refused(parse: Any) -> None:
+    given = '{"ec_connector": "ECExampleConnector", "ec_role": "ec_both"}'
+    with pytest.raises(RefusedError, match=r"--ec-transfer-config: found .*older policy's"):
+        parse("--ec-transfer-config", given)
+
+
 def test_a_draft_that_drafts_in_parallel_has_one_length(policy_dir: Path, tmp_path: Path) -> None:
     draft = first_layers(policy_dir, tmp_path / "small", layers=2, parallel=127)
     given = [str(policy_dir), "--draft", str(draft), "--draft-kind", "draft_model", *PORTS]

@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from rollout_server.acceptance import AcceptanceTracker
+from rollout_server.engine_core import rounded_up
 from rollout_server.step_costs import WINDOW_SECONDS, CostWatch, StepCosts, StepSum, StepSums
 from slipstream.errors import RefusedError
 from slipstream.v1 import rollout_server_pb2 as pb
@@ -147,3 +148,9 @@ def test_the_speed_up_is_what_a_step_yields_over_what_it_costs_in_the_last_minut
     assert costs.break_even == pytest.approx(2.0)
     assert costs.speed_up(20.0) == pytest.approx(1.5) and costs.pays(20.0) is True
     assert costs.speed_up(20.0 + WINDOW_SECONDS + 1) is None, "nothing was generated since"
+
+
+def test_sizes_are_few_and_close() -> None:
+    sizes = {rounded_up(requests) for requests in range(1, 257)}
+    assert sorted(sizes) == [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256]
+    assert all(n <= rounded_up(n) < 1.5 * n + 1 for n in range(1, 257))
