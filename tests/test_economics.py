@@ -256,14 +256,14 @@ def test_lengths(tmp_path: Path) -> None:
     assert max(drawn) == 16384
 
 
-def exposition(plain: int) -> str:
+def exposition(plain: int, zero_seconds: float = 0.012) -> str:
     name = "slipstream_rollout_"
     step = f'{name}engine_steps_total{{kind="%s",requests="%d",draft_length="%d"}} %g\n'
     seconds = f'{name}engine_step_seconds_total{{kind="%s",requests="%d",draft_length="%d"}} %g\n'
     rows = [
         ("plain", 1, 0, plain, 0.01),
         ("speculative", 1, 2, 200, 0.016),
-        ("speculative", 1, 0, 100, 0.012),
+        ("speculative", 1, 0, 100, zero_seconds),
         ("mixed", 1, 0, 90, 1),
     ]
     return (
@@ -286,6 +286,25 @@ def test_a_server_s_own_measurements() -> None:
     assert set(served_costs(exposition(plain=5))[0].draft_lengths) == {OFF, 0, 2}
     with pytest.raises(RefusedError, match=r"no plain steps, .*lengths \[0, 2\].*timed plain"):
         served_costs(exposition(plain=3))
+
+
+def test_a_zero_that_was_timed_too_fast_costs_a_plain_step() -> None:
+    """Noise does not make a table that never drafts faster than no speculation."""
+    table, _ = served_costs(exposition(plain=5, zero_seconds=0.0097))
+    assert table.seconds(0, 1) == table.seconds(OFF, 1) == 0.01
+    plan = make_plan(
+        Fleet(
+            costs=table,
+            costs_source="by hand",
+            rates=(0.3, 0.1),
+            lengths=[100, 900],
+            loop=Loop(0.0),
+            upkeep=Upkeep(),
+            requests=1,
+        )
+    )
+    assert plan["num_speculative_tokens_per_batch_size"] == []
+    assert plan["verdict"].startswith("Do not speculate")
 
 
 @pytest.mark.parametrize("scheme", ["http", "https"])

@@ -154,7 +154,12 @@ class StepTable:
         return tuple(self.points)
 
     def seconds(self, k: int, batch: float, context: float = 0.0) -> float:
-        """See ``Costs``."""
+        """See ``Costs``. However it was timed, vLLM's zero costs at least a step without
+        speculation: it is one in which the draft runs too."""
+        seconds = self._timed(k, batch)
+        return max(seconds, self._timed(OFF, batch)) if k == 0 else seconds
+
+    def _timed(self, k: int, batch: float) -> float:
         points = self.points.get(k)
         if points is None:
             raise RefusedError(
