@@ -348,13 +348,13 @@ def test_a_release_that_cannot_be_promoted_now_is_kept_and_the_next_one_is(
 ) -> None:
     with feeding(make_config(tmp_path)) as (server, client):
         promotions = server.loop.candidates.promotions
-        offer, asked = promotions.offer, list[int]()
+        offer, asked = promotions.offer, list[tuple[int, int]]()
 
         def locked_at_first(version: int, against: int) -> bool:
             asked.append((version, against))
             if len(asked) == 1:
                 raise RefusedError("draft.registry", "locked", "a folder", "wait")
-            return offer(version)
+            return offer(version, against)
 
         monkeypatch.setattr(promotions, "offer", locked_at_first)
         assert train_until_released(client) == 1
