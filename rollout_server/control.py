@@ -109,8 +109,9 @@ class RolloutControl:
         self.staged: dict[str, Weights] = {}
         self.commits = {DRAFT: 0, POLICY: 0}
         self.speculation_enabled = True
-        self.speculation_wanted = True
+        self._speculation_asked = True
         self._speculation_pays = True
+        self._plain_steps_timed = False
         self.untrusted = asyncio.Event()
         self._against: dict[str, str] = {}
         self._trainer, self._claimed_at = "", -math.inf
@@ -124,6 +125,12 @@ class RolloutControl:
         Balancers and operators see it, and the trainer replaces the draft.
         """
         return "; ".join(self._against[source] for source in sorted(self._against))
+
+    @property
+    def speculation_wanted(self) -> bool:
+        """Whether drafts are proposed where they pay: what is, not what was asked of the engine."""
+        no_draft_pays = self._speculation_asked and not self._speculation_pays
+        return self.speculation_enabled or self._plain_steps_timed or no_draft_pays
 
     def report(self, source: str, reason: str) -> None:
         """What ``source`` finds now; an empty reason withdraws what it found before."""
@@ -278,7 +285,7 @@ class RolloutControl:
 
     async def set_speculation(self, enabled: bool) -> Result:
         """Turn drafting on or off between two engine steps."""
-        self.speculation_wanted = enabled
+        self._speculation_asked = enabled
         return await self._to_the_end(lambda _: self._set_speculation(self._drafting))
 
     async def set_draft_lengths(self, lengths: Sequence[int] | None) -> None:
@@ -288,16 +295,20 @@ class RolloutControl:
         """
 
         async def change(arrival: float) -> Result:
-            if lengths is not None:
-                await self.engine.set_draft_lengths(lengths)
-            self._speculation_pays = lengths is not None
-            return await self._set_speculation(self._drafting)
+            # Until drafts run, they are off because none paid.
+            self._speculation_pays &= lengths is not None
+            try:
+                if lengths is not None:
+                    await self.engine.set_draft_lengths(lengths)
+                return await self._set_speculation(self._speculation_asked and lengths is not None)
+            finally:
+                self._speculation_pays = lengths is not None
 
         await self._to_the_end(change)
 
     @property
     def _drafting(self) -> bool:
-        return self.speculation_wanted and self._speculation_pays
+        return self._speculation_asked and self._speculation_pays
 
     @asynccontextmanager
     async def without_speculation(self) -> AsyncIterator[None]:
@@ -305,11 +316,15 @@ class RolloutControl:
 
         Raises RefusedError: the engine did not answer.
         """
-        await self._to_the_end(lambda _: self._set_speculation(False))
+        self._plain_steps_timed = True
         try:
+            await self._to_the_end(lambda _: self._set_speculation(False))
             yield
         finally:
-            await self._to_the_end(lambda _: self._set_speculation(self._drafting))
+            try:
+                await self._to_the_end(lambda _: self._set_speculation(self._drafting))
+            finally:
+                self._plain_steps_timed = False
 
     async def read_back(self) -> None:
         """Have the workers hash the draft in their memory; the finding goes to ``report``.

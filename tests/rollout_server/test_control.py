@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import grpc
@@ -31,6 +31,7 @@ class FakeEngine:
         self.failure: Exception | None = None
         self.damage = ""
         self.gate: asyncio.Event | None = None
+        self.while_switching: Callable[[], object] = lambda: None
 
     async def prepare(self, source: WeightSource, keep: WeightSource | None) -> str:
         self.prepared.append((name_of(source), name_of(keep)))
@@ -56,6 +57,9 @@ class FakeEngine:
         self.lengths = list(lengths)
 
     async def set_speculation(self, enabled: bool) -> float:
+        self.while_switching()
+        if self.failure is not None:
+            raise self.failure
         return 0.0
 
     async def read_back(self) -> str:
@@ -238,6 +242,41 @@ async def test_who_turned_drafting_off_can_be_told(plane: Plane) -> None:
     assert drafting() == (False, False), "somebody turned it off"
     await control.set_speculation(True)
     assert drafting() == (True, True)
+
+
+@pytest.mark.anyio
+async def test_what_the_engine_did_not_do_is_not_told(plane: Plane) -> None:
+    control, engine = plane.control, plane.engine
+    failure = RefusedError("set_speculation", "no answer", "an answer", "look at the log")
+
+    def drafting() -> tuple[bool, bool]:
+        return control.speculation_enabled, control.speculation_wanted
+
+    engine.failure = failure
+    with pytest.raises(RefusedError):
+        await control.set_speculation(False)
+    assert drafting() == (True, True), "it drafts"
+    engine.failure = None
+    await control.set_speculation(True)
+    # Neither a moment without drafts nor the choice of lengths is told as off, while it ends too.
+    seen: list[tuple[bool, bool]] = []
+    engine.while_switching = lambda: seen.append(drafting())
+    async with control.without_speculation():
+        assert drafting() == (False, True)
+    await control.set_draft_lengths(None)
+    await control.set_draft_lengths([1, 1])
+    assert seen == [(True, True), (False, True)] * 2 and drafting() == (True, True)
+    # Drafts that the engine does not take up again are off, whatever was asked.
+    with pytest.raises(RefusedError):
+        async with control.without_speculation():
+            engine.failure = failure
+    assert drafting() == (False, False)
+    engine.failure = None
+    await control.set_draft_lengths(None)
+    engine.failure = failure
+    with pytest.raises(RefusedError):
+        await control.set_draft_lengths([1, 1])
+    assert drafting() == (False, False)
 
 
 def test_reasons_come_and_go_by_source(plane: Plane) -> None:
