@@ -281,7 +281,8 @@ class DraftLag:
 
     def _set(self, client: RolloutClient, state: pb.ServerState, enabled: bool) -> None:
         # A server that may draft and does not has found that it does not pay.
-        if self._told.get(client.address) == enabled and enabled >= state.speculation_enabled:
+        drafts = state.speculation_wanted or state.speculation_enabled
+        if self._told.get(client.address) == enabled and enabled >= drafts:
             return
         failure = client.set_speculation(enabled)
         if failure is not None:
@@ -295,7 +296,7 @@ class DraftLag:
         # Commits and the reconciler apply it at the same time.
         with self._lock:
             self._told[client.address] = enabled
-        if state.speculation_enabled != enabled:
+        if drafts != enabled:
             switched = f"{'on' if enabled else 'off'} for draft {state.draft_version}"
             against = state.trained_against_policy_version
             logger.warning(

@@ -355,6 +355,31 @@ def test_speculation_is_set_and_looked_at_by_two_threads() -> None:
     assert lag._told == {"a": True, "b": True}
 
 
+def test_a_draft_that_does_not_pay_is_turned_off_and_on_as_any_other(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The server's own choice to draft nothing is not what the trainer switches and logs."""
+    told: list[bool] = []
+    client: Any = SimpleNamespace(address="a", set_speculation=told.append)
+    lag, state = DraftLag(2), pb.ServerState(policy_version=12, speculation_wanted=True)
+    state.trained_against_policy_version = 12
+
+    def look() -> list[str]:
+        caplog.clear()
+        lag._set(client, state, lag.fresh(state))
+        return [record.getMessage() for record in caplog.records]
+
+    assert look() == [] and told == [True]
+    state.policy_version = 20
+    assert look() == ["a: speculation off for draft 0, trained against policy 12"]
+    state.speculation_wanted = False
+    assert look() == [] and told == [True, False]
+    # It was started again.
+    state.speculation_wanted = True
+    assert look() == ["a: speculation off for draft 0, trained against policy 12"]
+    assert told == [True, False, False]
+
+
 def test_a_server_that_fails_for_a_day_is_still_tried(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
