@@ -104,8 +104,7 @@ class Database:
         except (sqlite3.ProgrammingError, sqlite3.NotSupportedError):
             raise
         except sqlite3.DatabaseError as error:
-            code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT)
-            if code & 0xFF not in _NO_SPACE or code in _UNREADABLE:
+            if _is_damage(error):
                 raise DamagedError(str(error)) from None
             raise self._refused(error) from error
         except OSError as error:
@@ -326,13 +325,22 @@ class Database:
         return RefusedError("replay.directory", found, expected, advice, code)
 
 
+def _is_damage(error: sqlite3.DatabaseError) -> bool:
+    """Whether the file is at fault, and not the space for it."""
+    code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT)
+    return code & 0xFF not in _NO_SPACE or code in _UNREADABLE
+
+
 def _readable(database: sqlite3.Connection, table: str) -> Iterator[tuple[Any, ...]]:
     """Rows of a damaged table, from wherever the next one can be read."""
     query = f"SELECT rowid, * FROM {table} NOT INDEXED WHERE rowid > ? ORDER BY rowid"
     after, misses, most = -1, 0, _MOST_MISSES
     try:
         last = database.execute(f"SELECT max(rowid) FROM {table} NOT INDEXED").fetchone()[0] or 0
-    except sqlite3.DatabaseError:
+    except sqlite3.DatabaseError as error:
+        # Rows for which there is no space now are there later: a copy without them loses them.
+        if not _is_damage(error):
+            raise
         last, most = 1 << 62, most // 64
     while after < last and misses < most:
         try:
@@ -341,6 +349,8 @@ def _readable(database: sqlite3.Connection, table: str) -> Iterator[tuple[Any, .
                 yield tuple(row)
             return
         except sqlite3.DatabaseError as error:
+            if not _is_damage(error):
+                raise
             if not misses:
                 logger.error("table %s after row %d: %s", table, after, error)
             after, misses = after + 1, misses + 1

@@ -290,6 +290,36 @@ def test_a_repair_that_meets_a_full_disk_is_tried_again(
     works(store)
 
 
+def test_a_repair_without_space_to_open_the_damaged_file_gives_no_row_up(
+    tmp_path: Path, reopen: Callable[[], SampleStore], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = filled(reopen())
+    store._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+    before, draws = store.counts(), store.draws
+    monkeypatch.setattr(store._db, "_repairing", True)
+    connect = sqlite3.connect
+
+    class NoSpace(sqlite3.Connection):
+        def execute(self, *_: object) -> sqlite3.Cursor:
+            error = sqlite3.OperationalError("disk I/O error")
+            error.sqlite_errorcode = sqlite3.SQLITE_IOERR_SHMSIZE
+            raise error
+
+    def full(path: Path, **options: Any) -> sqlite3.Connection:
+        # Only the file that is read; there is space again when the new one is committed.
+        return connect(
+            path, **options, factory=NoSpace if path.name == FILE else sqlite3.Connection
+        )
+
+    with monkeypatch.context() as patch:
+        patch.setattr(sqlite3, "connect", full)
+        with pytest.raises(RefusedError, match="disk I/O error") as caught:
+            store.counts()
+        assert caught.value.code == StatusCode.RESOURCE_EXHAUSTED
+    assert store.counts() == before and store.draws == draws
+    works(store)
+
+
 @pytest.mark.parametrize("running", [True, False])
 def test_any_damage_at_all_is_survived(
     tmp_path: Path, reopen: Callable[[], SampleStore], running: bool
