@@ -52,6 +52,13 @@ RESAMPLES = 999
 PASS_TOKENS = 8192
 """Of one forward pass; half of it where the device has too little memory."""
 
+_NOT_NOW = {
+    # A newer policy version evicted one while the gate was measuring.
+    "policy_version": "the policy moved on meanwhile",
+    # A full disk must not end training.
+    "replay.directory": "the held-out samples cannot be read now",
+}
+
 T = TypeVar("T")
 
 
@@ -302,10 +309,9 @@ class Gate:
                 compared = self._with_room(partial(self._compared, candidates, incumbent, run))
                 result, best = compared or (unmeasured("the device has too little memory"), 0)
             except RefusedError as error:
-                if error.field != "policy_version":
+                if error.field not in _NOT_NOW:
                     raise
-                # A newer policy version evicted one while the gate was measuring.
-                result = unmeasured("the policy moved on meanwhile")
+                result = unmeasured(f"{_NOT_NOW[error.field]}: {error}")
         result.judged_at = time.time()
         result.incumbent_version = version
         result.run_id = run.run_id
@@ -315,7 +321,7 @@ class Gate:
 
     def measure(self, run: Run) -> float | None:
         """Expected acceptance length of the promoted release on the newest held-out states; None
-        where there are too few."""
+        where there are too few, or they cannot be read now."""
         with self._lock:
             _, head = self._promoted()
             try:
@@ -326,9 +332,9 @@ class Gate:
                     lambda tokens: _estimate(head.to(device), held, run.heads, *drafting, tokens)
                 )
             except RefusedError as error:
-                if error.field != "policy_version":
+                if error.field not in _NOT_NOW:
                     raise
-                # A newer policy version evicted one while the gate was measuring.
+                logger.warning("not measured: %s: %s", _NOT_NOW[error.field], error)
                 return None
         return (
             found.acceptance_length

@@ -22,6 +22,7 @@ from draft_trainer.releases.gate import (
     surely_best,
 )
 from draft_trainer.training.learner import Learner
+from slipstream.errors import RefusedError
 from slipstream.sample import Sample
 from slipstream.v1 import release_pb2
 from tests.draft_trainer.rig import make_config
@@ -219,6 +220,35 @@ def test_the_incumbent_is_measured_on_the_device_that_trains(
     monkeypatch.setattr(incumbent, "to", to)
     assert made.measure(run) is not None
     assert moved == [config.training.device]
+
+
+def test_held_out_samples_that_cannot_be_read_now_end_nothing(
+    tmp_path: Path, trained: tuple[Policy, Eagle3Head, Eagle3Head]
+) -> None:
+    """As a repair of the index on a full disk refuses them."""
+    policy, incumbent, candidate = trained
+    held, unused = completions(policy, 20, seed=1), cast(Any, None)
+    config = make_config(tmp_path)
+    made = gate.Gate(config, unused, unused, Counters(), lambda: (3, "probabilistic"))
+    made._promoted = lambda: (0, incumbent)  # type: ignore[method-assign]
+
+    def run_of(field: str | None) -> Any:
+        def held_out(_: int) -> list[Sample]:
+            if field is not None:
+                raise RefusedError(field, "disk is full", "space", "free some")
+            return held
+
+        return SimpleNamespace(heads=policy.heads(), held_out=held_out, run_id="run")
+
+    full = run_of("replay.directory")
+    verdict, _ = made.judge(lambda: [candidate], full, None)
+    assert verdict.outcome == "not_measured" and "found disk is full" in verdict.reason
+    assert made.measure(full) is None
+    for refused in (made.measure, lambda run: made.judge(lambda: [candidate], run, None)):
+        with pytest.raises(RefusedError, match="disk is full"):
+            refused(run_of("another"))
+    assert made.judge(lambda: [candidate], run_of(None), None)[0].outcome == "passed"
+    assert made.measure(run_of(None)) is not None
 
 
 def test_false_alarms_and_power(trained: tuple[Policy, Eagle3Head, Eagle3Head]) -> None:
