@@ -103,11 +103,12 @@ class Counters:
         self.samples_evicted = self._counter(
             "samples_evicted",
             "Samples evicted: `capacity` to free space, untrained; `stale` for a policy version "
-            "too old, untrained; `unsaved` to free space, trained on but not in a training state "
-            "yet; `undone` of those whose training was lost with a kill; `damaged` because bytes "
-            "or row of the sample are not what was accepted.",
+            "too old, untrained; `unneeded` for one of these while training is paused; `unsaved` "
+            "to free space, trained on but not in a training state yet; `undone` of those whose "
+            "training was lost with a kill; `damaged` because bytes or row of the sample are not "
+            "what was accepted.",
             "reason",
-            ("capacity", "stale", "unsaved", "undone", "damaged"),
+            ("capacity", "stale", "unneeded", "unsaved", "undone", "damaged"),
         )
         self.samples_recorded = self._counter(
             "samples_recorded", "Samples written to disk (`recording.directory`)."

@@ -100,7 +100,12 @@ class TrainerServer:
         self._promotions = open_promotions(registry)
         head = registry.drafter.read(registry.path(newest.draft_version)).draft()
         draft = head.config
-        self._open_samples()
+        # A shared GPU does not say what training takes of it.
+        cores = partial(core_seconds, nice=config.training.nice)
+        economy = Economy(
+            config.economy, cores=cores if config.training.device == "cpu" else lambda: None
+        )
+        self._open_samples(economy)
         states = LearnerStates(
             config.draft.registry,
             states_belong_to(registry, draft),
@@ -124,11 +129,6 @@ class TrainerServer:
         publish = config.publish
         fleet_view = FleetView(state.events)
         self._fleet = Fleet(publish, fleet_view.looked, self._credentials, state.owner)
-        # A shared GPU does not say what training takes of it.
-        cores = partial(core_seconds, nice=config.training.nice)
-        economy = Economy(
-            config.economy, cores=cores if config.training.device == "cpu" else lambda: None
-        )
         self._watch = AcceptanceWatch(self._fleet, economy.served)
         known = newest.HasField("trained_against_policy_version")
         against = newest.trained_against_policy_version if known else None
@@ -264,16 +264,16 @@ class TrainerServer:
         self._status.events.note(console_pb2.EVENT_KIND_TRAINING_FAILED, reason=reason)
         self.died.set()
 
-    def _open_samples(self) -> None:
+    def _open_samples(self, economy: Economy) -> None:
+        def evicted(reason: str, samples: int) -> None:
+            # While training is paused, samples grow old and make room on purpose.
+            unneeded = economy.looks_only and reason in ("capacity", "stale")
+            self._counters.samples_evicted.labels("unneeded" if unneeded else reason).inc(samples)
+
         replay = self._config.replay
         folder = SampleFolder(replay.directory, self._config.draft.registry)
         try:
-            self._store = SampleStore(
-                folder.path,
-                replay,
-                self._config.training.seed,
-                lambda reason, samples: self._counters.samples_evicted.labels(reason).inc(samples),
-            )
+            self._store = SampleStore(folder.path, replay, self._config.training.seed, evicted)
         except BaseException:
             folder.close(keep=True)
             raise

@@ -82,9 +82,7 @@ def _samples(status: TrainerStatus, config: TrainerConfig) -> Found:
     resident = status.samples_pending + status.samples_held_out + status.samples_unsaved
     # A trainer that continues a run holds, and may drop, samples that it did not accept itself.
     samples = max(accepted, sum(dropped.values()) + resident)
-    # While training is paused samples grow old on purpose.
-    reasons = ("damaged",) if status.training_paused else dropped
-    lost = {name: dropped[name] for name in reasons if dropped[name] > EVICTED_SHARE * samples}
+    lost = {name: count for name, count in dropped.items() if count > EVICTED_SHARE * samples}
     if lost:
         reason, count = _most(lost)
         keys = {

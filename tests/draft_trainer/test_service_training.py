@@ -404,6 +404,16 @@ def test_a_trainer_that_may_not_train_says_so_and_keeps_the_samples(tmp_path: Pa
             assert stream.wanted_tokens == 640
 
 
+def test_samples_that_grow_old_during_a_pause_are_not_counted_as_lost(tmp_path: Path) -> None:
+    config = make_config(tmp_path, economy={"mode": "never"}, replay={"max_policy_lag": 1})
+    with feeding(config) as (_, client):
+        client.send(*rollouts(8))
+        pending = client.wait_for(lambda status: status.training_paused).samples_pending
+        client.announce(3)
+        status = client.wait_for(lambda status: status.samples_evicted)
+        assert {r: n for r, n in status.evicted_by_reason.items() if n} == {"unneeded": pending}
+
+
 def test_samples_that_arrive_during_a_pause_keep_no_message_from_the_other_ranks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
