@@ -202,16 +202,21 @@ class Announcer:
             self._session = session
             self._known = session.latest_policy_version
             self._held_hashes.clear()
+            for snapshot in self._snapshots.values():
+                # The lead may have waited for this trainer as well.
+                snapshot.asked = None
 
     def due(self, up_to: int | None = None) -> int | None:
         """The oldest version to announce, at most ``up_to``; None if there is none.
 
-        Those that another process announces only with ``up_to``, the version of a sample that
-        waits: without one, nobody needs to know.
+        Of those that another process announces only ``up_to`` itself, the version of a sample that
+        waits: nobody needs to know of another, and one that never comes would hide this one.
         """
         with self._lock:
             for version, snapshot in sorted(self._snapshots.items()):
-                wanted = bool(snapshot.tensors) if up_to is None else version <= up_to
+                wanted = version == up_to
+                if snapshot.tensors:
+                    wanted = up_to is None or version <= up_to
                 if wanted and not self._knows(version):
                     return version
             return None
@@ -272,8 +277,8 @@ class Announcer:
     def awaits_lead(self, version: int, seconds: float) -> bool:
         """Whether samples of a version that another process announces may wait for it still.
 
-        So many seconds from the first call on. Its own sync may take longer than that, and may
-        end after this process has left its window.
+        So many seconds from the first call on after the run was opened. Its own sync may take
+        longer than that, and may end after this process has left its window.
         """
         with self._lock:
             snapshot = self._snapshots.get(version)

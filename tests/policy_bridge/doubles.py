@@ -129,7 +129,10 @@ class FakeTrainer(pb_grpc.DraftTrainerServicer):
                 self.changed.notify_all()
                 if header.policy_version in self.tensors:
                     return pb.AnnouncePolicyResponse(policy_version=header.policy_version)
-            abort_with(RefusedError("lead", "not known", "an announced version", "wait"), context)
+            told = RefusedError("lead", "not known", "an announced version", "wait")
+            if header.policy_version < max(self.tensors, default=0):
+                told = RefusedError("policy_version", "older", "a newer one", "count up")
+            abort_with(told, context)
         if (known := self.tensors.get(header.policy_version)) is not None:
             if all(digest(known[spec.name]) == spec.sha256 for spec in header.tensors):
                 return pb.AnnouncePolicyResponse(policy_version=header.policy_version)

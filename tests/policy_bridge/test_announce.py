@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import threading
+import time
 from collections.abc import Iterator, Mapping
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -172,17 +174,49 @@ def test_samples_of_a_version_that_the_lead_announces_too_late_are_shed_and_late
     assert len(trainer.samples) == 2
 
 
-def test_the_wait_for_the_lead_begins_with_the_first_sample(
+def test_a_version_that_the_lead_never_announces_does_not_hide_the_next(
     trainer: FakeTrainer, connect: Connect, model: torch.nn.Module
 ) -> None:
-    other = connect()
+    lead, other = (connect(seed=seed, announce_seconds=0.5) for seed in range(2))
     sync(other, 1, lead=False)
-    announcer = other._connection._announcer  # type: ignore[union-attr]
-    assert announcer.due() is None and announcer.due(0) is None
+    ship(other, model, batch((9, 7)))
+    assert other.flush(DEADLINE)
+    asked = trainer.events.count(("refused", 1))
+    sync(other, 2, lead=False)
+    ship(other, model, batch((9, 7)))
+    assert other.flush(DEADLINE)
+    assert other.stats().shed == {"policy_refused": 4}
+    assert trainer.events.count(("refused", 1)) == asked
+    sync(lead, 3)
+    trainer.wait_for(lambda: 3 in trainer.tensors)
+    sync(other, 3, lead=False)
+    ship(other, model, batch((9, 7)))
+    assert other.flush(DEADLINE)
+    assert other.stats().accepted == 2 and trainer.events.count(("refused", 1)) == asked
+
+
+def test_the_wait_for_the_lead_begins_with_the_first_sample(
+    trainer: FakeTrainer, connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [100.0]
+    clock = SimpleNamespace(monotonic=lambda: now[0], sleep=time.sleep)
+    monkeypatch.setattr(announce, "time", clock)
+    other = connect()
+    assert other._connection is not None and other._connection.session is not None
+    sync(other, 1, lead=False)
+    announcer = other._connection._announcer
+    assert announcer.due() is None and announcer.due(0) is None and announcer.due(2) is None
     assert announcer.due(1) == 1
     # However long ago its window ended.
+    now[0] += 100.0
     assert announcer.awaits_lead(1, 60.0)
-    assert not announcer.awaits_lead(1, 0.0)
+    now[0] += 59.0
+    assert announcer.awaits_lead(1, 60.0)
+    now[0] += 1.0
+    assert not announcer.awaits_lead(1, 60.0)
+    # A trainer that comes back after the wait has had no time to hear from the lead.
+    announcer.open_session(other._connection.session, forget=False)
+    assert announcer.awaits_lead(1, 60.0)
 
 
 def test_a_sync_without_device_memory_costs_a_version(
