@@ -46,7 +46,7 @@ class Section(NamedTuple):
     """One measurement.
 
     Attributes:
-        run: returns figures.
+        run: returns figures; among them "reasons", of single figures that were not measured.
         seconds: that it is not begun without.
         bounds: of its figures.
     """
@@ -147,10 +147,12 @@ def main(argv: Sequence[str] | None = None) -> int:
                     continue
                 say(f"part {number}: {name}")
                 results[name] = found = _measured(section, bench)
+                reasons = found["figures"].get("reasons", {})
                 for bound in section.bounds:
                     value = found["figures"].get(bound.figure)
                     if value is None or not bench.cuda or bench.tiny:
-                        absent[bound.figure] = found["reason"] or "not measured on a GPU"
+                        why = found["reason"] or reasons.get(bound.figure)
+                        absent[bound.figure] = why or "not measured on a GPU"
                     else:
                         targets.append(bound.target(float(value)))
                 write(chosen.json, figures, targets)

@@ -155,13 +155,15 @@ def training(bench: Bench) -> Figures:
         / seconds
         / bench.ceilings["product_flops"],
     }
+    reasons: dict[str, str] = {}
+    figures["reasons"] = reasons
     # A machine without an index has the peers that ``pack`` brought, or none.
     for number, peer in enumerate(() if bench.tiny else _PEERS):
         share = bench.seconds_left / (len(_PEERS) - number)
         try:
             figures[peer] = found = _draft_training(bench, case, peer, share)
         except NotMeasuredError as error:
-            figures[peer] = str(error)
+            reasons[f"speed against {peer}"] = str(error)
             say(f"{peer}: {error}")
         else:
             figures[f"speed against {peer}"] = found["speed_against"][peer]["median"]

@@ -129,9 +129,21 @@ def test_a_peer_that_is_not_done_costs_only_its_own_figure(
     assert list(given) == ["", "specforge", "speculators"]
     assert given["specforge"] == pytest.approx(given[""] / 2, rel=0.1)
     assert figures["share of the products' ceiling"] == training_flops(chosen.case) / 2e15
-    assert figures["specforge"] == "not done in time"
     assert "speed against specforge" not in figures
     assert figures["speed against speculators"] == 3.0
+
+    def with_a_ceiling(bench: Bench) -> dict[str, object]:
+        bench.ceilings["product_flops"] = 1e15
+        return gpu.sections.training(bench)
+
+    section = gpu.PARTS[1]["training"]._replace(run=with_a_ceiling)
+    monkeypatch.setattr(gpu, "PARTS", {1: {"training": section}})
+    monkeypatch.setattr(Bench, "cuda", True)
+    out = tmp_path / "figures.json"
+    gpu.main(["--device=cpu", "--part=1", f"--json={out}"])
+    absent = json.loads(out.read_text())["not_measured"]
+    assert absent.keys() == {"speed against specforge", *gpu.NOT_BUILT}
+    assert absent["speed against specforge"] == "not done in time"
 
 
 def test_no_process_of_a_group_that_is_not_done_is_left(tmp_path: Path) -> None:
