@@ -145,6 +145,43 @@ def test_a_zero_in_a_table_costs_a_run_of_the_draft() -> None:
     assert plan["verdict"].startswith("Do not speculate")
 
 
+@pytest.mark.parametrize(("slower", "limit"), [(1, 1.21), (3, None)])
+def test_costs_without_a_zero_do_not_rule_out_a_table_with_one(
+    slower: float, limit: float | None
+) -> None:
+    """Most steps are full, where drafts lose; only the tail gains, or nothing."""
+    plain = ((1, 0.010), (16, 0.011), (64, 0.014), (256, 0.024))
+    drafted = ((1, 0.013), (16, 0.015), (64, 0.030), (256, 0.100))
+    rows = [(b, 0, s) for b, s in plain] + [(b, 3, s * slower) for b, s in drafted]
+
+    def planned(costs: StepTable) -> dict[str, Any]:
+        return make_plan(
+            Fleet(
+                costs=costs,
+                costs_source="by hand",
+                rates=(0.8, 0.65, 0.5),
+                lengths=read_lengths("lognormal:1000,1,16000"),
+                loop=Loop(0.0),
+                upkeep=Upkeep(),
+                rollouts=1536,
+                requests=256,
+                steps=2,
+            )
+        )
+
+    unknown = planned(StepTable.of(rows))
+    assert unknown["num_speculative_tokens_per_batch_size"] == []
+    known = planned(StepTable({**StepTable.of(rows).points, 0: plain}))
+    if limit is None:
+        assert unknown["verdict"].startswith("Do not speculate")
+        assert known["verdict"].startswith("Do not speculate")
+    else:
+        assert f"at most {limit:.2f}x as fast" in unknown["verdict"]
+        # What a zero gives that takes as little as a step without drafts.
+        assert known["arms"][-1]["generation_speed_up"] == unknown["speed_up_at_most"]
+        assert known["speed_up_at_most"] is None
+
+
 def test_generation_by_hand() -> None:
     flat = StepTable.of([(1, 0, 0.1), (2, 0, 0.1), (1, 1, 0.15), (2, 1, 0.15)])
     plain = generate(flat, (0.5,), [10, 30], lambda batch: OFF, slots=2)

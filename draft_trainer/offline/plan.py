@@ -37,6 +37,10 @@ LEAST_TAIL = 1.2
 tail, where few requests run, is where speculation gains most."""
 
 
+LEAST_LIMIT = 1.01
+"""Speed-up that is possible at most below which it is none."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Fleet:
     """What is planned for.
@@ -112,6 +116,15 @@ def make_plan(fleet: Fleet) -> dict[str, Any]:
     fixed = {k: arm(f"k = {k}", rates, k) for k in lengths}
     chosen = best("best k per batch", rates)
     table = table_of(rates) if chosen.generation < plain.generation else {}
+    limit = None
+    if not table and 0 not in costs.draft_lengths:
+        # What vLLM's zero takes is not known: as little as a step without drafts, at best.
+        free = {
+            b: k if speed_up(costs, rates, k, b, context) > 1 else OFF
+            for b, k in table_of(rates).items()
+        }
+        limited = _simulate(fleet, steps, "", rates, lambda batch: free[round(batch)])
+        limit = plain.generation / limited.generation
     frozen = fleet.frozen_rates and best("frozen draft, best k per batch", fleet.frozen_rates)
     best_k = min(fixed, key=lambda k: fixed[k].generation) if fixed else 0
     more = [rate + 0.1 * rate / max(sum(rates), 1e-9) for rate in rates]
@@ -149,6 +162,7 @@ def make_plan(fleet: Fleet) -> dict[str, Any]:
             for a in (plain, *fixed.values(), chosen, *([frozen] if frozen else []))
         ],
         "best_fixed_k": best_k,
+        "speed_up_at_most": limit,
         "seconds_saved_by_tenth_of_acceptance": chosen.step - better.step,
         "drift_that_pays": drift,
         "saved_by_adapting": frozen and frozen.step - chosen.step,
@@ -162,6 +176,13 @@ def verdict(plan: Mapping[str, Any]) -> str:
     arms = {a["name"]: a for a in plan["arms"]}
     plain, chosen = arms["no speculation"], arms["best k per batch"]
     gain = chosen["generation_speed_up"]
+    limit = plan["speed_up_at_most"]
+    if limit is not None and limit >= LEAST_LIMIT:
+        return (
+            "A fixed draft length does not pay; one per batch size may: generation is at most "
+            f"{limit:.2f}x as fast with drafts only where they gain. What a step takes where such "
+            "a table has 0, these costs do not say: a server with --speculation auto measures it."
+        )
     if not plan["num_speculative_tokens_per_batch_size"]:
         return "Do not speculate: drafts cost more than they gain, whatever their length is."
     fixed = plan["best_fixed_k"]
