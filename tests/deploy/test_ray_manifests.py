@@ -106,8 +106,14 @@ def test_the_fleet_fits_the_cluster_and_the_trainer_finds_it(
     assert bridge.shared_memory == TRAINER.server.shared_memory
     volumes = groups()["head"]["template"]["spec"]["volumes"]
     (shared,) = (size(v["emptyDir"]["sizeLimit"]) for v in volumes if v["name"] == "shm")
-    assert shared > policy * (file_bytes(bridge.outbox_bytes) + bridge.outbox_bytes)
+    files = policy * (file_bytes(bridge.outbox_bytes) + bridge.outbox_bytes)
+    # Ray takes the memory of its objects there too, up to nearly all of it where none is given.
+    assert shared > files + int(groups()["head"]["rayStartParams"]["object-store-memory"])
     assert shared < size(head["resources"]["limits"]["memory"])
+    machines = (FOLDER / "cluster.yaml").read_text()
+    (shm,) = re.findall(r"--shm-size=(\w+)", machines)
+    (objects,) = re.findall(r"ray start --head .*--object-store-memory=(\d+)", machines)
+    assert size(shm) > files + int(objects)
 
 
 def test_ray_itself_takes_the_description_of_the_machines() -> None:
