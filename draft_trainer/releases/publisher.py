@@ -98,8 +98,8 @@ class Publisher:
             with self.committed_alone():
                 now = self.promotions.now
                 other = staged is not None and now.live == now.promoted != staged.draft_version
-                if other or not self._taken.keys() >= {*taken}:
-                    # Since it was staged, it was rolled back, or an operator put another one live.
+                if other or now.waits or not self._taken.keys() >= {*taken}:
+                    # Since it was staged, it was rolled back, or another is live or comes first.
                     self._abort(staged)
                     staged = None
                 return self._commit(staged, policy_version, policy_stage_id)

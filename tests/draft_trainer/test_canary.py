@@ -244,6 +244,21 @@ def test_a_fleet_without_figures_of_the_incumbent_measures_it_first(
     assert rig.served == [1] and not rig.promotions.now.hold
 
 
+def test_a_sync_commits_nothing_that_was_staged_before_the_incumbent_is_measured(
+    make_rig: Callable[..., Rig],
+) -> None:
+    rig = make_rig(1, CanaryConfig())
+    rig.watching(0)
+    rig.publisher.promote(1, pin=False)
+    rig.draft(1, GOOD, 1000)
+    rig.promotions.offer(2)
+    assert rig.publisher.prepare().changes
+    assert rig.publisher.settle()
+    assert not rig.publisher.complete(7, rig.stage_policy(7)).changes
+    assert rig.served == [0] and rig.policies == [7] and rig.promotions.now.measuring
+    assert list(rig.doubles[0]._state().staged) == []
+
+
 @pytest.mark.parametrize("by_hand", [False, True], ids=["in time", "by hand"])
 def test_an_incumbent_that_cannot_be_measured_holds_nothing_up_for_ever(
     make_rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch, by_hand: bool
