@@ -202,7 +202,7 @@ def _receive(worker: Any, transfer: str) -> None:
     """
     try:
         worker.start_weight_update()
-        worker.update_weights(json.loads(transfer))
+        worker.update_weights(_own_update(worker, transfer))
         worker.finish_weight_update()
     except LOAD_FAILURES:
         worker._weight_update_active = False
@@ -210,18 +210,25 @@ def _receive(worker: Any, transfer: str) -> None:
         raise
 
 
+def _own_update(worker: Any, transfer: str) -> Any:
+    """Of a list, which has an entry for each worker of all data-parallel ranks, the worker's.
+
+    Before 0.31, vLLM itself gives every rank of a dense policy the entries of rank 0.
+    """
+    update = json.loads(transfer)
+    if isinstance(update, list):
+        parallel = worker.vllm_config.parallel_config
+        update = update[parallel.data_parallel_index * parallel.world_size + worker.rank]
+    return update
+
+
 def slipstream_check_transfer(self: Any, transfer: str) -> str:
     """Why this worker's weight-transfer engine could not take an update; empty if it could."""
     engine = self.weight_transfer_engine
     if engine is None:
         return "no weight-transfer engine: start the server with --weight-transfer-config"
-    update = json.loads(transfer)
     try:
-        if isinstance(update, list):
-            # As vLLM's update_weights: an entry for each worker of all data-parallel ranks.
-            parallel = self.vllm_config.parallel_config
-            update = update[parallel.data_parallel_index * parallel.world_size + self.rank]
-        engine.parse_update_info(update)
+        engine.parse_update_info(_own_update(self, transfer))
     except (ValueError, TypeError, KeyError, IndexError) as error:
         return f"{type(engine).__name__}: {type(error).__name__}: {error}"
     return ""

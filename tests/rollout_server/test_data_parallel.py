@@ -18,7 +18,7 @@ from rollout_server.engine import UntrustedEngineError, VllmEngine
 from rollout_server.plugins import Settings
 from rollout_server.reload import Change, Result
 from rollout_server.store import WeightSource
-from rollout_server.worker import slipstream_check_transfer
+from rollout_server.worker import _receive, slipstream_check_transfer
 from slipstream.errors import RefusedError
 from slipstream.security import open_to_all
 from slipstream.v1 import rollout_server_pb2 as pb
@@ -182,13 +182,17 @@ def test_drafting_stays_on_where_ranks_compute_its_steps_together() -> None:
     check_speculation(settings, VllmEngine(client))
 
 
-def test_each_core_checks_the_entry_of_an_update_that_vllm_gives_it() -> None:
-    """Each core's workers count from 0; vLLM's index goes over all cores."""
+def test_each_core_checks_and_loads_its_own_entry_of_an_update() -> None:
+    """Each core's workers count from 0; an update's entries go over all cores."""
+    loaded: list[Any] = []
     parallel = SimpleNamespace(data_parallel_index=1, world_size=2)
     worker = SimpleNamespace(
         rank=0,
         vllm_config=SimpleNamespace(parallel_config=parallel),
         weight_transfer_engine=SimpleNamespace(parse_update_info=lambda update: update["names"]),
+        start_weight_update=lambda: None,
+        update_weights=loaded.append,
+        finish_weight_update=lambda: None,
     )
     good: dict[str, list[str]] = {"names": []}
     for update, wrong in (
@@ -199,6 +203,10 @@ def test_each_core_checks_the_entry_of_an_update_that_vllm_gives_it() -> None:
     ):
         found = slipstream_check_transfer(worker, json.dumps(update))
         assert wrong in found and bool(found) == bool(wrong)
+        if not wrong:
+            # Not the list: vLLM 0.29 and 0.30 take another entry of it.
+            _receive(worker, json.dumps(update))
+    assert loaded == [good, good]
 
 
 def test_steps_of_all_cores_are_summed() -> None:
