@@ -48,7 +48,8 @@ class Doctor(Connection):
             found += check_configuration(config)
             server = config.server
             if address == DEFAULT_ADDRESS and server.port:
-                host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(server.host, server.host)
+                # gRPC listens on IPv4 too where it listens on "::"; ::1 may not exist.
+                host = "127.0.0.1" if server.host in ("0.0.0.0", "::") else server.host
                 bracketed = f"[{host}]" if ":" in host and not host.startswith("[") else host
                 address = f"{bracketed}:{server.port}"
         try:

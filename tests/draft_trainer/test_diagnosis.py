@@ -299,7 +299,7 @@ def test_doctor_checks_a_configuration_before_the_trainer_is_started(
     assert "PROBLEM  127.0.0.1:9" in text and "--control-port" in text
     assert "PROBLEM  trainer" in text and "start it with draft-trainer serve" in text
     double.stop()
-    for host, asked in (("::1", "[::1]:9"), ("::", "[::1]:9"), ("0.0.0.0", "127.0.0.1:9")):
+    for host, asked in (("::1", "[::1]:9"), ("::", "127.0.0.1:9"), ("0.0.0.0", "127.0.0.1:9")):
         config = write_config(tmp_path, server={"host": host, "port": 9, "metrics_port": 0})
         assert f"--address: found {asked} " in run(capsys, "doctor", "--config", str(config))[1]
     config = write_config(tmp_path, draft={"initial": str(policy_dir), "registry": "r"})
