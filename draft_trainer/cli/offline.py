@@ -114,7 +114,7 @@ class Record:
             raise RefusedError(
                 "--rollouts" if self.prompts is None else "--prompts",
                 f"{done:,} rollouts, no sample{told}",
-                "completions whose log-probabilities are finite",
+                "completions with tokens to train on, whose log-probabilities are finite",
                 f"remove {self.out}, and give others, or another --dtype if samples are non_finite",
             )
         numbers = ", ".join(map(str, recorder.aux_layer_ids))

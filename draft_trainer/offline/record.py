@@ -131,12 +131,19 @@ class Recorder:
             ids[row, :end] = torch.tensor(prompt + completion)
             mask[row, :end] = True
             completion_mask[row, len(prompt) : end] = True
+        # A draft predicts token 2 first. Capture leaves out what has no token from there on.
+        if targetless := int((~completion_mask[:, 2:].any(1)).sum()):
+            self._counters.shed("nothing_to_train_on", targetless, 0)
         ids, mask = ids.to(self._model.device), mask.to(self._model.device)
-        with self._window() as capture:
-            self._model(input_ids=ids, attention_mask=mask, use_cache=False)
-            capture.ship(ids, loss_mask=completion_mask, attention_mask=mask)
-        if "device_memory" in self.left_out:
+        try:
+            with self._window() as capture:
+                self._model(input_ids=ids, attention_mask=mask, use_cache=False)
+                capture.ship(ids, loss_mask=completion_mask, attention_mask=mask)
             # The bridge sheds such a pass, because the loop needs the memory more; no loop is here.
+            full = "device_memory" in self.left_out
+        except torch.OutOfMemoryError:
+            full = True
+        if full:
             found = f"{self._model.device} without memory for a pass of {ids.numel():,} tokens"
             next_step = "free some of its memory, or give another device (cpu)"
             raise RefusedError("--device", found, "memory for every pass", next_step)

@@ -161,16 +161,41 @@ def test_samples_that_are_not_finite_are_counted_and_a_recording_of_none_is_refu
     assert text in capsys.readouterr().err
 
 
+def test_rollouts_without_a_token_to_train_on_are_counted(
+    tmp_path: Path, policy_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # A draft predicts the third token of a sequence first.
+    tokens = (([1, 7], []), ([1], [7]), ([1, 7], [11]), ([1], [7, 11]))
+    lines = [json.dumps({"prompt": prompt, "completion": rest}) for prompt, rest in tokens]
+    file, out = tmp_path / "rollouts.jsonl", tmp_path / "out"
+    given = ["record", "--policy", str(policy_dir), "--rollouts", str(file), "--threads", "1"]
+    file.write_text("\n".join(lines))
+    assert main([*given, "--out", str(out)]) == 0
+    said = capsys.readouterr().out
+    assert "4 rollouts" in said and said.endswith("; samples left out: 2 nothing_to_train_on\n")
+    assert len(Recording(out)) == 2
+    file.write_text("\n".join(lines[:2]))
+    assert main([*given, "--out", str(tmp_path / "none")]) == 2
+    said = capsys.readouterr().err
+    assert "found 2 rollouts, no sample; samples left out: 2 nothing_to_train_on" in said
+    assert "expected completions with tokens to train on" in said
+
+
+@pytest.mark.parametrize("place", ["policy_bridge.capture.sampled_of", "the policy's forward"])
 def test_a_pass_that_the_device_has_no_memory_for_ends_the_recording(
     tmp_path: Path,
     model: PreTrainedModel,
     rollouts: list[Rollout],
     monkeypatch: pytest.MonkeyPatch,
+    place: str,
 ) -> None:
-    def full(*_: object) -> None:
+    def full(*_: object, **__: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr("policy_bridge.capture.sampled_of", full)
+    if place == "the policy's forward":
+        monkeypatch.setattr(model.model, "forward", full)
+    else:
+        monkeypatch.setattr(place, full)
     recorder = Recorder(model, tmp_path, aux_layer_ids=LAYERS)
     with pytest.raises(RefusedError, match="without memory for a pass") as caught:
         recorder.add(rollouts)
