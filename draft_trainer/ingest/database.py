@@ -89,7 +89,7 @@ class Database:
         self.path = path
         self._connection: sqlite3.Connection | None = None
         self._facts: dict[str, str] = {}  # of meta, by name: a repair keeps them all
-        self._repairing = False
+        self._repairing: str | None = None  # the cause of a repair that did not end
 
     @contextmanager
     def errors(self) -> Iterator[None]:
@@ -265,13 +265,13 @@ class Database:
             raise
         self._connection = connection
 
-    def repair(self) -> None:
+    def repair(self, cause: str) -> None:
         """Copy the rows that can be read to a new file, and go on with that.
 
-        Where it raises, the file is as damaged as before, for another try.
+        Where it raises, the file is as damaged as before, for another try with the same cause.
         """
         self.close()
-        self._repairing = True
+        self._repairing = cause
         rebuilt = self.path.with_name(f"{FILE}-rebuilt")
         try:
             self._copy_to(rebuilt)
@@ -281,7 +281,7 @@ class Database:
         finally:
             _unlink(rebuilt)
         self.open()
-        self._repairing = False
+        self._repairing = None
 
     def _copy_to(self, rebuilt: Path) -> None:
         _unlink(rebuilt)
@@ -309,12 +309,12 @@ class Database:
             with suppress(sqlite3.Error):
                 self._connection.close()
             self._connection = None
-        self._repairing = False
+        self._repairing = None
 
     @property
     def _connected(self) -> sqlite3.Connection:
-        if self._repairing:
-            raise DamagedError("the repair before did not end")
+        if self._repairing is not None:
+            raise DamagedError(self._repairing)
         assert self._connection is not None
         return self._connection
 

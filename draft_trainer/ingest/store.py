@@ -389,7 +389,7 @@ class SampleStore:
         self._evict_damaged([rows[index][2] for index in impossible])
 
     def _repair(self, cause: str) -> None:
-        self._db.repair()
+        self._db.repair(cause)
         left = self._db.one(f"SELECT count(*) {RESIDENT}")
         lost = max(self._arena.noted - left, 0)
         text = "%s is damaged (%s) and was rebuilt: %d rows are saved, %d are lost"

@@ -291,12 +291,15 @@ def test_a_repair_that_meets_a_full_disk_is_tried_again(
 
 
 def test_a_repair_without_space_to_open_the_damaged_file_gives_no_row_up(
-    tmp_path: Path, reopen: Callable[[], SampleStore], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    reopen: Callable[[], SampleStore],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     store = filled(reopen())
     store._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
     before, draws = store.counts(), store.draws
-    monkeypatch.setattr(store._db, "_repairing", True)
+    monkeypatch.setattr(store._db, "_repairing", "a damaged row")
     connect = sqlite3.connect
 
     class NoSpace(sqlite3.Connection):
@@ -317,6 +320,8 @@ def test_a_repair_without_space_to_open_the_damaged_file_gives_no_row_up(
             store.counts()
         assert caught.value.code == StatusCode.RESOURCE_EXHAUSTED
     assert store.counts() == before and store.draws == draws
+    # Of the repair that ends, the cause of the first one is told.
+    assert "is damaged (a damaged row)" in caplog.text
     works(store)
 
 
