@@ -4,11 +4,12 @@ One decision a policy version. Training for one version more pays while what it 
 it takes.
 
 Saving. Where drafts run, generation takes as many steps as tokens over the acceptance length L: a
-draft that is better by g saves g / (L + g) of its time. A server on which no draft runs, which
-reports a speed-up of 1, gains what lies beyond its break-even, the acceptance length from which
-drafts pay: L over the speed-up while they ran, and at least the L of a draft that does not run. One
-on which none ever ran gains nothing; one that reports no speed-up is taken to draft. The saving
-lasts for ``economy.horizon_versions`` versions, or until the policy's movement has taken all of L.
+draft that is better by g saves g / (L + g) of its time. A server on which no draft runs, because
+none pays, gains what lies beyond the break-even, the acceptance length from which drafts pay: L
+over the speed-up while they ran, and at least the L of a draft that does not run. Half of what such
+an L has raised it by fades each version, because load changes; where none ever ran, all of it
+stays. A server that reports no speed-up, or was switched off, is taken to draft. The saving lasts
+for ``economy.horizon_versions`` versions, or until the policy's movement has taken all of L.
 
 Gain. g is the greater of what the served draft's L is below the reference length, on the newest
 held-out states, and of what training has gained a version lately. The reference length is what
@@ -142,7 +143,7 @@ class Economy:
         self._busy: dict[str, float] = {}
         self._generated: dict[str, float] = {}
         self._speed_ups: dict[str, float] = {}
-        self._break_even: float | None = None
+        self._paid: float | None = None
         self._run_id: str | None = None
         self.begin("")
 
@@ -165,6 +166,7 @@ class Economy:
         self._cost: float | None = None
         self._progress: float | None = None
         self._drift: float | None = None
+        self._break_even = self._paid
         self._reference: float | None = None
         self._length: float | None = None
         self._proposed = 0
@@ -197,9 +199,11 @@ class Economy:
                 self._generated[address] = self._generated.get(address, 0.0) + grown
             if state.HasField("speed_up") and 0.0 < state.speed_up < 100.0:
                 self._speed_ups[address] = state.speed_up
-            elif not state.speculation_enabled and address in self._speed_ups:
-                # Of one that never said whether drafts pay, being switched off does not say it.
+            elif not state.speculation_enabled and state.speculation_wanted:
                 self._speed_ups[address] = 1.0
+            elif not state.speculation_enabled:
+                # Switched off: that does not say whether drafts pay.
+                self._speed_ups.pop(address, None)
 
     def trained(self, seconds: float) -> None:
         """An optimizer step took that long."""
@@ -336,14 +340,13 @@ class Economy:
         drafting = [speed_up for speed_up in speed_ups if speed_up != 1.0]
         saved = gain / (length + gain)
         if drafting:
-            now = sum(drafting) / len(drafting)
-            self._break_even = _smoothed(self._break_even, length / now)
+            self._paid = _smoothed(self._paid, length / (sum(drafting) / len(drafting)))
+        if self._paid is not None:
+            self._break_even = _smoothed(self._break_even, self._paid)
         if len(drafting) == len(speed_ups):
             return saved
-        beyond = 0.0
-        if self._break_even is not None:
-            self._break_even = max(self._break_even, length)
-            beyond = max(0.0, 1 - self._break_even / (length + gain))
+        self._break_even = max(self._break_even or 0.0, length)
+        beyond = max(0.0, 1 - self._break_even / (length + gain))
         return saved + (beyond - saved) * (1 - len(drafting) / len(speed_ups))
 
 
