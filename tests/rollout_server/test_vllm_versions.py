@@ -15,6 +15,7 @@ from rollout_server import vllm_versions
 from rollout_server.launch import serve
 from rollout_server.vllm_versions import (
     DRAFT_LENGTHS_V2,
+    HOOKS,
     KNOWN,
     PLACES,
     TESTED,
@@ -139,4 +140,6 @@ def test_the_page_has_a_row_for_every_known_version() -> None:
     text = PAGE.read_text(encoding="utf-8")
     for version in KNOWN:
         row = text.partition(f"| {version} |")[2].partition("\n")[0]
-        assert "all" in row, f"run python -m docs.make_vllm_versions --wheels DIR ({version})"
+        assert f"all {len(HOOKS) + len(PLACES)} |" in row, (
+            f"run python -m docs.make_vllm_versions --wheels DIR ({version})"
+        )
