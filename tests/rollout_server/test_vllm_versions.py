@@ -137,9 +137,8 @@ def test_the_wheels_of_other_versions_have_every_name() -> None:
 
 
 def test_the_page_has_a_row_for_every_known_version() -> None:
-    text = PAGE.read_text(encoding="utf-8")
+    text, names = PAGE.read_text(encoding="utf-8"), len(HOOKS) + len(PLACES)
     for version in KNOWN:
         row = text.partition(f"| {version} |")[2].partition("\n")[0]
-        assert f"all {len(HOOKS) + len(PLACES)} |" in row, (
-            f"run python -m docs.make_vllm_versions --wheels DIR ({version})"
-        )
+        run = f"run python -m docs.make_vllm_versions --wheels DIR ({version})"
+        assert f"all {names} |" in row, run
