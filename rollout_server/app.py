@@ -46,8 +46,7 @@ from slipstream.security import NONE
 from slipstream.tensors import spec_of
 from slipstream.v1 import rollout_server_pb2 as pb
 
-# vLLM shows what is logged below its own name.
-logger = logging.getLogger("vllm.slipstream")
+logger = logging.getLogger(__name__)
 
 _CALIBRATION_SECONDS = 120.0
 """Deadline of one batch of the calibration."""

@@ -120,7 +120,7 @@ class LengthChooser:
             old, mean = self._costs.get((k, requests), (0.0, 0.0))
             old *= math.exp(-steps / KEPT_STEPS)
             self._costs[k, requests] = old + steps, (old * mean + seconds) / (old + steps)
-            tokens = steps * (acceptance_length(rates, k) if rates and k > 0 else 1.0)
+            tokens = steps * (acceptance_length(rates, k) if rates else 1.0)
             if served:
                 self._work[requests] = self._work.get(requests, 0.0) + tokens
         return {
@@ -141,7 +141,7 @@ class LengthChooser:
 
         def speed(k: int, requests: int) -> float:
             seconds = costs.seconds(k, min(max(requests, 1), largest))
-            return (acceptance_length(known, k) if k > 0 else 1.0) / seconds
+            return acceptance_length(known, k) / seconds
 
         def seconds(table: Sequence[int] | None) -> float:
             return sum(

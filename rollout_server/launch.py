@@ -226,7 +226,7 @@ def settings_of(args: argparse.Namespace) -> Settings:
     one_length = ""
     if args.data_parallel_size > 1:
         # vLLM ignores a schedule of draft lengths there.
-        one_length = "fixed or off, with --data-parallel-size"
+        one_length = "fixed, with --data-parallel-size"
     elif (args.speculative_config or {}).get("parallel_drafting"):
         # Model Runner V1 samples the longest length whatever is planned; V2 has no such drafts.
         one_length = "fixed or off, with a draft model that drafts in parallel"

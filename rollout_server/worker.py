@@ -26,8 +26,7 @@ from rollout_server.swap import LOAD_FAILURES, free_bytes, standby_bytes
 from rollout_server.vllm_patches import shared_parameters, shares_embedding
 from slipstream.errors import RefusedError
 
-# vLLM shows what is logged below its own name.
-logger = logging.getLogger("vllm.slipstream")
+logger = logging.getLogger(__name__)
 
 _HOOKS, _SLEEPS = "slipstream_hooks", "slipstream_sleeps"
 
