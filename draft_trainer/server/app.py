@@ -47,7 +47,7 @@ from draft_trainer.server.service import (
 )
 from draft_trainer.server.status import SNAPSHOT_SECONDS, FleetView, Status
 from draft_trainer.server.web import serve_web
-from draft_trainer.training.economy import Economy, core_seconds
+from draft_trainer.training.economy import Economy, core_seconds, training_nice
 from draft_trainer.training.followers import Followers
 from draft_trainer.training.learner import Learner
 from draft_trainer.training.loop import Candidates, TrainingLoop
@@ -101,7 +101,7 @@ class TrainerServer:
         head = registry.drafter.read(registry.path(newest.draft_version)).draft()
         draft = head.config
         # A shared GPU does not say what training takes of it.
-        cores = partial(core_seconds, nice=config.training.nice)
+        cores = partial(core_seconds, nice=training_nice(config.training.nice))
         economy = Economy(
             config.economy, cores=cores if config.training.device == "cpu" else lambda: None
         )

@@ -102,6 +102,11 @@ def core_seconds(pid: int | None = None, nice: int | None = None) -> CoreSeconds
     return CoreSeconds(ran / 1e9, waited / 1e9) if counted else None
 
 
+def training_nice(configured: int) -> int:
+    """Of threads that train, if this one starts them: only root may lower what they inherit."""
+    return max(configured, os.getpriority(os.PRIO_PROCESS, 0))
+
+
 @dataclass(frozen=True)
 class Decision:
     """For one policy version.

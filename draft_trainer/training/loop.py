@@ -27,7 +27,7 @@ from draft_trainer.releases.gate import Gate
 from draft_trainer.releases.promotions import Promotions
 from draft_trainer.releases.registry import Registry
 from draft_trainer.releases.retention import Retention
-from draft_trainer.training.economy import Economy
+from draft_trainer.training.economy import Economy, training_nice
 from draft_trainer.training.followers import Followers
 from draft_trainer.training.learner import DEVICE_MEMORY, Learner
 from draft_trainer.training.state import LearnerStates, Position
@@ -189,10 +189,11 @@ class TrainingLoop:
         return not self._thread.is_alive()
 
     def _run(self) -> None:
-        if self._config.nice and sys.platform == "linux":
+        if sys.platform == "linux":
             # Per thread on Linux: training yields to everything else on the machine, the gRPC
             # threads of this process included. OpenMP's threads inherit it.
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), self._config.nice)
+            nice = training_nice(self._config.nice)
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), nice)
         torch.set_num_threads(self._config.threads)
         try:
             self.followers.begin(self.learner.head, self.learner.config)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sqlite3
 import threading
 from dataclasses import replace
@@ -13,7 +14,7 @@ import torch
 
 from draft_trainer.counters import total
 from draft_trainer.drafters.policy import PolicyHeads
-from draft_trainer.training.economy import Decision
+from draft_trainer.training.economy import CoreSeconds, Decision
 from draft_trainer.training.learner import StepMetrics
 from slipstream.errors import RefusedError
 from slipstream.sample import Sample
@@ -89,6 +90,28 @@ def test_released_tensors_never_change_while_training_goes_on(tmp_path: Path) ->
         train(client, 1000)
         after = registry.tensors(version)
         assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_a_trainer_that_was_started_nice_trains_and_counts_its_cost(tmp_path: Path) -> None:
+    """A thread's nice value is inherited, and only root may lower it."""
+    found: dict[int, tuple[int, CoreSeconds | None]] = {}
+
+    def serve() -> None:
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 7)
+        for nice in (0, 5, 9):
+            config = make_config(tmp_path / str(nice), training={"nice": nice})
+            with feeding(config) as (server, client):
+                train(client, 1)
+                thread = server.loop._thread.native_id
+                assert thread is not None
+                cores = server.loop.candidates.economy._cores()
+                found[nice] = os.getpriority(os.PRIO_PROCESS, thread), cores
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    thread.join()
+    assert {nice: of_thread for nice, (of_thread, _) in found.items()} == {0: 7, 5: 7, 9: 9}
+    assert all(cores is not None and cores.ran > 0 for _, cores in found.values())
 
 
 def test_a_candidate_is_judged_in_time_however_many_steps_are_asked_for(tmp_path: Path) -> None:
