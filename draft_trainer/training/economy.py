@@ -15,7 +15,8 @@ Gain. g is the greater of what the served draft's L is below the reference lengt
 held-out states, and of what training has gained a version lately. The reference length is what
 training is known to reach: that of the last release when it was made, before the first that of the
 first measurement. A version whose candidates gain nothing moves it half way to L: a loss that
-training cannot regain is not paid for without end.
+training cannot regain is not paid for without end. A candidate that passed the gate and was not
+promoted, as on a full disk, is no such version's, unless a release is pinned.
 
 A draft that was released for this policy has lost nothing yet: training begins once it does. What
 is not known for ``LOOK_VERSIONS`` versions counts as paying. Nothing of one run's policy and
@@ -214,11 +215,18 @@ class Economy:
         """An optimizer step took that long."""
         self._trained += seconds
 
-    def compared(self, figures: GateFigures, released: bool) -> None:
-        """The gate's estimates on the newest held-out states."""
+    def compared(self, figures: GateFigures, released: bool, pinned: bool = False) -> None:
+        """The gate's estimates on the newest held-out states.
+
+        Args:
+            figures: of a candidate.
+            released: whether it was promoted.
+            pinned: whether none can be. Else one that passed and was not promoted, as on a full
+                disk, does not say that training gains nothing.
+        """
         length, gain = figures.incumbent_acceptance_length, figures.difference
         self.measured(length)
-        self._judged = True
+        self._judged = self._judged or pinned or not figures.passed
         if released:
             # Not the candidate's own length, by which it was chosen of several.
             self._gained += gain

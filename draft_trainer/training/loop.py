@@ -108,7 +108,7 @@ class Candidates:
         if result.HasField("gate"):
             gate = result.gate
             learner.settle(served, shares[best], gate.difference, gate.difference_half_width)
-            self.economy.compared(result.gate, released=promoted)
+            self.economy.compared(gate, promoted, self.promotions.now.pinned)
         return version
 
     def _written(

@@ -1,12 +1,17 @@
-"""What training has had of the cores, by the kernel."""
+"""What the economy is told: by the kernel, and by rollout servers."""
 
 from __future__ import annotations
 
 import os
+import queue
 import threading
 import time
 
+from draft_trainer.config import PublishConfig
+from draft_trainer.releases.canary import AcceptanceWatch
+from draft_trainer.releases.fleet import Fleet
 from draft_trainer.training.economy import CoreSeconds, core_seconds
+from tests.draft_trainer.fleet_double import RolloutDouble
 
 
 def test_the_kernel_says_what_this_process_had_of_the_cores() -> None:
@@ -44,3 +49,17 @@ def test_only_threads_that_train_count_where_the_process_does_more() -> None:
     finally:
         over.set()
         thread.join()
+
+
+def test_servers_that_do_not_draft_report_too() -> None:
+    double, reports = RolloutDouble(), queue.SimpleQueue[tuple[str, float]]()
+    fleet = Fleet(PublishConfig(rollout_servers=(double.address,)))
+    watch = AcceptanceWatch(fleet, on_report=lambda a, s: reports.put((a, s.engine_seconds)))
+    try:
+        double.state.engine_seconds = 4.0
+        watch.follow([double.address])
+        assert reports.get(timeout=60) == (double.address, 4.0)
+    finally:
+        fleet.close()
+        double.stop()
+        assert watch.stop(60)

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import queue
 
 import pytest
 
-from draft_trainer.config import EconomyConfig, PublishConfig
-from draft_trainer.releases.canary import AcceptanceWatch
-from draft_trainer.releases.fleet import Fleet
+from draft_trainer.config import EconomyConfig
 from draft_trainer.training.economy import (
     ASSUMED_SHARE,
     LOOK_VERSIONS,
@@ -20,7 +17,6 @@ from draft_trainer.training.economy import (
 )
 from slipstream.v1.release_pb2 import GateFigures
 from slipstream.v1.rollout_server_pb2 import ServerState
-from tests.draft_trainer.fleet_double import RolloutDouble
 
 HORIZON = 10
 STEP = 30.0
@@ -352,6 +348,23 @@ def test_a_loss_that_training_cannot_regain_ends_training_and_a_new_one_begins_i
     assert loop.step(10.0)
 
 
+@pytest.mark.parametrize("pinned", [False, True])
+def test_a_candidate_that_passed_and_was_not_promoted_speaks_against_training_if_pinned(
+    pinned: bool,
+) -> None:
+    loop = Loop(share=0.2)
+    loop.economy.measured(3.0)
+    loop.step(10.0)
+    loop.economy.measured(2.5)
+    assert loop.step(10.0)
+    figures = GateFigures(incumbent_acceptance_length=2.5, difference=0.5, passed=True)
+    for _ in range(10):
+        loop.economy.compared(figures, released=False, pinned=pinned)
+        loop.step(10.0, training=5.0)
+    assert loop.last.train is not pinned
+    assert loop.economy._reference == pytest.approx(2.5 if pinned else 3.0, abs=1e-3)
+
+
 def test_a_server_that_left_says_nothing_any_more() -> None:
     loop = Loop()
     loop.judge(4.0, 4.0, released=True)
@@ -468,17 +481,3 @@ def test_modes_that_decide_nothing(mode: str, train: bool) -> None:
     loop = Loop(mode)
     loop.judge(3.0, 3.0, released=True)
     assert loop.step(1.0, training=100.0) is train
-
-
-def test_servers_that_do_not_draft_report_too() -> None:
-    double, reports = RolloutDouble(), queue.SimpleQueue[tuple[str, float]]()
-    fleet = Fleet(PublishConfig(rollout_servers=(double.address,)))
-    watch = AcceptanceWatch(fleet, on_report=lambda a, s: reports.put((a, s.engine_seconds)))
-    try:
-        double.state.engine_seconds = 4.0
-        watch.follow([double.address])
-        assert reports.get(timeout=60) == (double.address, 4.0)
-    finally:
-        fleet.close()
-        double.stop()
-        assert watch.stop(60)
