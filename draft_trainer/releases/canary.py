@@ -20,7 +20,7 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
@@ -298,9 +298,6 @@ class AcceptanceWatch:
 
 FIGURES_KEPT = 64
 
-LEAST_PACE = 0.1
-"""Share of what the other servers draft below which canaries count as down."""
-
 
 @dataclass(frozen=True)
 class TrialResult:
@@ -312,6 +309,7 @@ class TrialResult:
         reason: the figures, for people.
         figures: of the release that was on trial.
         unmeasured: undecided because the incumbent has no figures, while the release has.
+        down: undecided, and what is on trial may be why its servers are down: no other gets it.
     """
 
     trial: Trial
@@ -319,6 +317,7 @@ class TrialResult:
     reason: str
     figures: Figures = ()
     unmeasured: bool = False
+    down: bool = False
 
 
 @dataclass(eq=False)
@@ -341,9 +340,14 @@ class Canary:
     _before: tuple[int, Figures] = (0, ())
 
     def choose(self, holders: Sequence[str]) -> tuple[str, ...]:
-        """The servers that get a release first, of those that hold it."""
+        """The servers that get a release first, of those that hold it: of one that drafts too
+        little there would be no verdict."""
+        steps = Counter[str]()
+        for address, seen in self.watch.recent(HISTORY_SECONDS):
+            steps[address] += seen.batch.drafts
         count = max(1, math.floor(self.config.share * len(holders) + 1e-9))
-        return tuple(sorted(holders)[:count])
+        least = self.config.min_drafts
+        return tuple(sorted(holders, key=lambda address: (steps[address] < least, address))[:count])
 
     def begin(self, now: Promotion) -> None:
         """Only what is drafted from now on counts for the trial under way."""
@@ -362,12 +366,12 @@ class Canary:
         figures = _figures(batches)
         return figures if _drafts(figures) >= self.config.min_drafts else None
 
-    def result(self, now: Promotion, addresses: Iterable[str]) -> TrialResult | None:
+    def result(self, now: Promotion, fleet: Fleet) -> TrialResult | None:
         """The result of the trial under way, once there is one.
 
         Args:
             now: the pointer.
-            addresses: of the fleet's servers.
+            fleet: whose servers have what is on trial, all of them or some.
 
         Returns:
             None while it is not known, and after the trial was found undecided.
@@ -375,7 +379,7 @@ class Canary:
         trial = now.trial
         if trial is None:
             return None
-        mine = self.watch.since(trial.version, trial.servers or addresses, self._began)
+        mine = self.watch.since(trial.version, trial.servers or fleet.addresses, self._began)
         live = bool(trial.others) and now.live == trial.incumbent
         theirs = list(now.figures)
         if live:
@@ -405,18 +409,12 @@ class Canary:
         if not trial.servers:
             # Of all the releases that replaced one another without a verdict.
             seconds = max(seconds, time.time() - trial.began_at)
-        late = seconds > self.config.max_seconds
-        if late and live and candidate is None:
-            steps = _drafts(mine)
-            expected = _drafts(theirs) * len(trial.servers) / len(trial.others)
-            if expected >= self.config.min_drafts and steps < LEAST_PACE * expected:
-                text = f"draft {trial.version}: {steps} verification steps on its servers, where "
-                text += f"{expected:.0f} are expected by what the others did: they are down, do "
-                text += "not draft, or have no requests"
-                return TrialResult(trial, "canary_rolled_back", text)
-        if late and (trial.servers or not trial.undecided):
-            return TrialResult(trial, "canary_undecided", text)
-        return None
+        if trial.undecided or seconds <= self.config.max_seconds:
+            return None
+        down = bool(trial.servers) and not fleet.any_ready(trial.servers)
+        if down:
+            text += "; none of the servers that have it answers and is ready: no other gets it"
+        return TrialResult(trial, "canary_undecided", text, down=down)
 
     def _intervals(self, *sides: Sequence[Batch]) -> list[Interval | None]:
         """Of drafts as long as both sides tried them; None of a side that has too few steps."""

@@ -163,7 +163,7 @@ class Publisher:
             RefusedError: another publish is under way (ABORTED), or the disk is full.
         """
         promotions, canary = self.promotions, self._canary
-        result = None if canary is None else canary.result(promotions.now, self.fleet.addresses)
+        result = None if canary is None else canary.result(promotions.now, self.fleet)
         if result is None:
             return False
         trial = result.trial
@@ -177,13 +177,13 @@ class Publisher:
                 if result.unmeasured:
                     promotions.measure_incumbent()
                 elif result.event == "canary_undecided":
-                    late = replace(trial, servers=(), others=(), undecided=result.reason)
-                    promotions.on_trial(late)
+                    late = trial if result.down else replace(trial, servers=(), others=())
+                    promotions.on_trial(replace(late, undecided=result.reason))
                 else:
                     promotions.serves(trial.version, result.figures)
                 self._record(result.event, trial.version, result.reason)
 
-            if trial.servers and not result.unmeasured:
+            if trial.servers and not (result.unmeasured or result.down):
                 self._publish(trial.version, settled)
                 return True
             with self.committed_alone():
@@ -397,8 +397,8 @@ class Publisher:
         trial = Trial(version, now.incumbent, servers if others else (), others, time.time())
         with promotions.state.transaction():
             if now.trial is not None and settled is None and version != now.live:
-                before = now.trial
-                trial = replace(trial, began_at=before.began_at, undecided=before.undecided)
+                before, kept = now.trial, "" if others else now.trial.undecided
+                trial = replace(trial, began_at=before.began_at, undecided=kept)
                 text = f"draft {version} replaced it before a verdict"
                 self._record("canary_undecided", before.version, text)
             if settled is not None:

@@ -178,23 +178,67 @@ def test_no_traffic_is_no_verdict_and_the_trial_goes_on_when_traffic_comes(
     assert rig.events()[-1] == ("canary_rolled_back", 1)
 
 
-@pytest.mark.parametrize(("steps", "after"), [(0, 0), (100, 1)], ids=["down", "slow"])
-def test_a_release_with_which_nothing_is_drafted_goes_to_no_other_server(
-    make_rig: Callable[..., Rig], steps: int, after: int
+@pytest.mark.parametrize("live", [0, 1], ids=["good", "undecided"])
+@pytest.mark.parametrize("fault", ["stopped", "not ready"])
+def test_a_release_that_may_have_taken_its_servers_down_goes_to_no_other(
+    make_rig: Callable[..., Rig], live: int, fault: str
 ) -> None:
-    """The other servers draft meanwhile, 400 steps each."""
+    """Whatever the others serve. Figures of it decide, once there are some."""
     rig = make_rig(4, CanaryConfig(share=0.25, max_seconds=0.05))
     rig.watching(0)
-    rig.publisher.promote(1, pin=False)
+    rig.draft(0, GOOD, 4000)
+    if live:
+        rig.publisher.promote(1, pin=False)
+        settle(rig)
+        assert rig.served == [1] * 4
+    rig.publisher.promote(2, pin=False)
+    assert not rig.promotions.now.trial.undecided  # type: ignore[union-attr]
+    (first,) = rig.promotions.now.canaries
+    double = next(d for d in rig.doubles if d.address == first)
+    if fault == "stopped":
+        double.stop()
+    else:
+        double.state.not_ready = "its workers ended"
+    rig.fleet.states()
+    settle(rig, live)
+    assert sorted(rig.served) == [live] * 3 + [2] and rig.events()[-1] == ("canary_undecided", 2)
+    trial = rig.promotions.now.trial
+    assert trial is not None and trial.servers == (first,) and rig.promotions.now.live == live
+    assert "none of the servers that have it answers and is ready" in trial.undecided
+    assert not rig.publisher.settle(), "it is said once"
+    if fault == "stopped":
+        assert rig.publisher.roll_back("it is gone").draft_version == 0
+        assert rig.promotions.now.trial is None
+        return
+    double.state.not_ready = ""
+    rig.fleet.states()
+    assert not rig.publisher.settle(), "a server that is back shows nothing yet"
+    rig.draft(live, GOOD, 1000)
+    settle(rig, 2, RUINED)
+    assert rig.served == [0] * 4 and rig.events()[-1] == ("canary_rolled_back", 2)
+
+
+@pytest.mark.parametrize("idle", [0, 1], ids=["all draft", "first is idle"])
+def test_a_release_is_first_tried_where_drafts_are_made(
+    make_rig: Callable[..., Rig], idle: int
+) -> None:
+    """And where nothing is drafted after all, it goes to the others."""
+    rig = make_rig(4, CanaryConfig(share=0.25, max_seconds=0.05))
+    rig.watching(0)
+    doubles = sorted(rig.doubles, key=lambda double: double.address)
+    for double in doubles[idle:]:
+        double.draft(400, [280, 200, 120])
+    revision = 0
+    while rig.seen(0) < 400 * (4 - idle):
+        revision = rig.watch.wait_beyond(revision, LONG)
+    rig.promotions.offer(1)
+    rig.publisher.prepare()
+    rig.publisher.complete(0, "")
+    assert rig.promotions.now.canaries == (doubles[idle].address,)
     rig.draft(0, GOOD, 400)
-    rig.draft(1, GOOD, steps)
     settle(rig)
-    assert rig.served == [after] * 4
-    name = "canary_undecided" if after else "canary_rolled_back"
-    assert (name, 1) in rig.events() and rig.promotions.now.promoted == after
-    if not after:
-        text = rig.promotions.state.events.since(0)[-1].reason
-        assert "draft 1: 0 verification steps on its servers, where 400 are expected" in text
+    assert rig.served == [1] * 4 and rig.promotions.now.promoted == 1
+    assert rig.events()[-1] == ("committed", 1) and ("canary_undecided", 1) in rig.events()
 
 
 def test_untested_releases_do_not_lower_what_the_next_is_compared_with(

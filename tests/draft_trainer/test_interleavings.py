@@ -214,12 +214,17 @@ def test_each_side_of_a_trial_gets_half_of_the_error_rate() -> None:
         def since(self, version: int, addresses: Iterable[str], begin: float) -> list[Batch]:
             return [worse] * count
 
+    class Fleet:
+        addresses = ()
+
+    def result(figures: tuple[Batch, ...]) -> TrialResult | None:
+        now = Promotion(1, 1, (0,), trial=Trial(1, 0, began_at=1e12), figures=figures)
+        return canary.result(now, Fleet())  # type: ignore[arg-type]
+
     canary = Canary(config, lambda: 3, Watch())  # type: ignore[arg-type]
-    trial = Trial(1, 0, began_at=1e12)
-    one = (good,)
-    assert canary.result(Promotion(1, 1, (0,), trial=trial, figures=one * count), ()) is None
+    assert result((good,) * count) is None
     count *= 2
-    found = canary.result(Promotion(1, 1, (0,), trial=trial, figures=one * count), ())
+    found = result((good,) * count)
     assert found is not None and found.event == "canary_rolled_back"
 
 
