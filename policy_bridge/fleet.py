@@ -32,10 +32,15 @@ def describe(error: BaseException) -> str:
 
 
 class RolloutFleet:
-    """One connection per rollout server; every call goes to all of them at once."""
+    """One connection per rollout server; every call goes to all of them at once.
+
+    Attributes:
+        members: servers that took the last policy that none of them failed to take.
+    """
 
     def __init__(self, config: BridgeConfig) -> None:
         self._config = config
+        self.members: frozenset[str] = frozenset()
         self._channels: dict[str, grpc.Channel] = {}
 
     def stage(

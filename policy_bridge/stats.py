@@ -31,7 +31,8 @@ class SyncResult:
         commit_seconds: from the commit call to the last server's answer.
         draft_errors: why the draft could not follow; empty when it did.
         policy_waits: whether a push waits for the trainer, which knows the rollout servers.
-        left_out: why the policy was not pushed to these servers (``skip_unreachable_servers``).
+        left_out: why the policy was not pushed to these servers: with ``skip_unreachable_servers``
+            those that cannot be reached, and those that join and are not ready for it yet.
     """
 
     policy_version: int
@@ -108,7 +109,7 @@ class BridgeStats:
     syncs: int = _counter("Sync windows that succeeded.")
     waiting_pushes: int = _counter("Windows whose push waits for the trainer to name the servers.")
     late_pushes: int = _counter("Waiting pushes that a later capture window completed.")
-    servers_left_out: int = _counter("Rollout servers that a window left out as unreachable.")
+    servers_left_out: int = _counter("Rollout servers that a window left out.")
     last_sync: SyncResult | None = None
     """The newest sync that succeeded; None before it."""
     last_error: str = ""

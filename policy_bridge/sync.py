@@ -2,9 +2,10 @@
 
 The policy does not depend on the trainer: when the trainer is absent or late, the bridge commits
 the policy itself. It does depend on the rollout servers: a server that does not take the policy is
-an error to the caller, because training on rollouts of a stale policy would go unnoticed. Two
-exceptions: a push waits where the trainer, which alone knows the servers, was not reached yet; and
-with ``skip_unreachable_servers`` a server that cannot be reached is left out and counted.
+an error to the caller, because training on rollouts of a stale policy would go unnoticed. Three
+exceptions: a push waits where the trainer, which alone knows the servers, was not reached yet; with
+``skip_unreachable_servers`` a server that cannot be reached is left out and counted; and so is,
+always, one that joins and is not ready for this version yet.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import math
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import InitVar, dataclass, field, replace
@@ -33,6 +34,8 @@ from slipstream.errors import RefusedError, refused_from
 from slipstream.v1 import draft_trainer_pb2 as pb
 from slipstream.v1 import draft_trainer_pb2_grpc as pb_grpc
 from slipstream.v1 import rollout_server_pb2 as rollout_pb
+
+_JOINED = "it joined after the policy was staged; the next sync brings it one"
 
 
 class PolicySyncError(RuntimeError):
@@ -180,9 +183,12 @@ class SyncWindow:
         started = time.monotonic()
         made, version = tensors(), self._so_far.policy_version
         self._stage_id = f"policy-{version}-{uuid.uuid4().hex[:8]}"
-        errors = self._without_unreachable(
-            self.fleet.stage(self.servers, self._stage_id, version, made, transfer_update)
-        )
+        errors = self.fleet.stage(self.servers, self._stage_id, version, made, transfer_update)
+        # The first push finds servers that can never be reached. Later the trainer may name one
+        # that still loads its model.
+        members = self.fleet.members
+        joins = {*self.servers} - members if members and not self.config.rollout_servers else ()
+        errors = self._without_unreachable(errors, joins)
         self._so_far = replace(
             self._so_far, policy_pushed=True, stage_seconds=time.monotonic() - started
         )
@@ -232,6 +238,8 @@ class SyncWindow:
         if failed:
             self._abort()
             raise PolicySyncError("committed", failed, self._so_far)
+        if self._stage_id:
+            self.fleet.members = frozenset(self.servers)
 
     def _complete(self) -> dict[str, rollout_pb.ServerState]:
         assert self.session is not None  # PrepareSync went through it
@@ -250,10 +258,10 @@ class SyncWindow:
         outcomes = response.result.servers
         self._keep_errors(outcomes)
         if self._stage_id and not self.config.rollout_servers:
-            # One that joined since the policy was staged lacks it, which is an error as elsewhere.
+            # Like one that joins when the window has ended.
             named = {outcome.address for outcome in outcomes}
-            joined = named - {*self.servers, *self._so_far.left_out}
-            self.servers = (*self.servers, *sorted(joined))
+            joined = dict.fromkeys(named.difference(self.servers), _JOINED)
+            self._so_far = replace(self._so_far, left_out={**joined, **self._so_far.left_out})
         return {o.address: o.state for o in outcomes if o.HasField("state")}
 
     def _keep_errors(self, outcomes: Iterable[pb.ServerOutcome]) -> None:
@@ -267,12 +275,16 @@ class SyncWindow:
         for address, error in errors.items():
             self._draft_error(f"abort at {address}: {describe(error)}")
 
-    def _without_unreachable(self, errors: Errors) -> Errors:
-        """``errors`` but for servers that are left out from now on; all of them if none is left."""
-        gone = {address: error for address, error in errors.items() if _unreachable(error)}
+    def _without_unreachable(self, errors: Errors, joins: Collection[str] = ()) -> Errors:
+        """``errors`` but for servers that are left out from now on; all of them if none is left.
+
+        Those in ``joins`` are left out in any case.
+        """
+        skips = self.config.skip_unreachable_servers
+        gone = {a: e for a, e in errors.items() if (skips or a in joins) and _unreachable(e)}
         left = [address for address in self.servers if address not in gone]
         # ``send`` would wait for ever for one that is left out.
-        if not self.config.skip_unreachable_servers or not left or self._send is not None:
+        if not left or self._send is not None:
             return errors
         texts = {address: describe(error) for address, error in gone.items()}
         self.servers = left
