@@ -19,7 +19,8 @@ training cannot regain is not paid for without end. A candidate that passed the 
 promoted, as on a full disk, is no such version's, unless a release is pinned.
 
 A draft that was released for this policy has lost nothing yet: training begins once it does. What
-is not known for ``LOOK_VERSIONS`` versions counts as paying. Nothing of one run's policy and
+is not known for ``LOOK_VERSIONS`` versions, as an L that could not be measured since, counts as
+paying. Nothing of one run's policy and
 prompts counts in another.
 """
 
@@ -302,6 +303,9 @@ class Economy:
             reason = "the newest release is almost too old for publish.max_draft_lag"
             return Decision(version, True, f"{reason}: training is tried, whatever it saves")
         generation, seconds, length = self._generation, self._seconds, self._length
+        if self._unmeasured >= self._between + LOOK_VERSIONS:
+            # Due and not had for so long: nobody knows what the draft has lost.
+            length, self._unknown = None, LOOK_VERSIONS
         if generation is None or seconds is None or length is None:
             self._unknown += 1
             known = {

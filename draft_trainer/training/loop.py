@@ -299,7 +299,8 @@ class TrainingLoop:
             if length is not None:
                 economy.measured(length, gate.drafting()[0])
             else:
-                logger.info("policy version %d: too few states to measure the draft on", version)
+                reason = "the draft was not measured: too few states or memory, or as logged before"
+                logger.info("policy version %d: %s", version, reason)
         # A release takes a version or two to be made and to go live.
         lag, against = self.candidates.config.publish.max_draft_lag, self.counters.newest_release[1]
         decision = economy.decide(version, behind=0 < lag < version + 2 - (against or 0))

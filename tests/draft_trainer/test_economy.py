@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-
 import pytest
 
 from draft_trainer.config import EconomyConfig
@@ -92,8 +91,9 @@ def test_what_is_missing_is_looked_for_in_a_few_versions_then_trained_for() -> N
 
 def test_a_draft_that_has_lost_nothing_is_not_trained() -> None:
     loop = Loop()
-    loop.economy.measured(3.0, proposed=3)
-    assert not any(loop.step(10.0) for _ in range(30))
+    for _ in range(30):
+        loop.economy.measured(3.0, proposed=3)
+        assert not loop.step(10.0)
 
 
 def test_a_weak_draft_is_trained_for_a_version_then_by_what_that_brought() -> None:
@@ -421,6 +421,12 @@ def test_a_measurement_that_fails_is_made_again_and_is_no_sign_that_the_draft_ho
     loop.step(10.0)
     # 0.6 lost in the six versions since the last measurement, 0.05 a version in the mean.
     assert loop.economy._drift == pytest.approx(0.6 / 6 / 2)
+    # It drifts, and is due in every version.
+    trains = [loop.step(10.0) for _ in range(LOOK_VERSIONS + 1)]
+    assert trains == [False] * LOOK_VERSIONS + [True]
+    assert "not known yet, training counts as paying: the draft's acc" in loop.last.reason
+    loop.judge(2.4, 2.4, released=False)
+    assert not loop.step(10.0, training=20.0)
 
 
 def test_another_run_begins_paused_and_with_figures_of_its_own() -> None:
