@@ -101,7 +101,8 @@ class PolicyBridge(AbstractContextManager["PolicyBridge"]):
     Unless ``config.strict``, an error in the policy, the trainer's draft, a version or a call of
     ``ship`` turns capture off with the reason in ``stats().capture_off_reason``; the training run
     goes on. Misuse of the bridge itself always raises: a bad configuration, a window in another, a
-    call after ``close``, a policy that did not reach the rollout servers.
+    call after ``close``, a policy that did not reach the rollout servers. So does a sharded policy
+    whose matrices a rank has no device memory to gather.
 
     With a policy that is sharded over ranks (FSDP2) every rank has a bridge, built after
     ``fully_shard``, and every rank enters ``sync``, which gathers two matrices.
@@ -191,6 +192,7 @@ class PolicyBridge(AbstractContextManager["PolicyBridge"]):
             RefusedError: a window inside another, a closed bridge, or (strict) a version that
                 does not rise or a trainer that refused this policy.
             PolicySyncError: (on exit) a rollout server did not take the policy.
+            MemoryError: no device memory to gather the matrices of a sharded policy.
         """
         self._check_open()
         if self._window_open:
@@ -242,7 +244,8 @@ class PolicyBridge(AbstractContextManager["PolicyBridge"]):
                 optimizer step.
 
         Returns:
-            ``Capture``; or, while capture is off, a ``NullCapture``.
+            ``Capture``; or a ``NullCapture`` while capture is off, and where a trainer that does
+            not train has most of what it has a use for of this version.
 
         Raises:
             RefusedError: a closed bridge, or (strict) a bad argument, no ``sync`` yet, or what
@@ -431,7 +434,8 @@ class PolicyBridge(AbstractContextManager["PolicyBridge"]):
             dtype = states_dtype or modules.head_weight.dtype
             token = bytes_per_token(len(session.aux_layers), modules.hidden_size, dtype)
             left = tokens - (self._counters.chosen_tokens - self._chosen)
-            if left <= 0:
+            # The rest, into which hardly a sequence fits, is not worth a window's hooks and copies.
+            if 2 * left < tokens:
                 return None
             budget = min(budget, left * token)
         return Capture(
