@@ -36,11 +36,13 @@ class RolloutFleet:
 
     Attributes:
         members: servers that took the last policy that none of them failed to take.
+        receivers: servers of the last push through vLLM's own weight-transfer engine.
     """
 
     def __init__(self, config: BridgeConfig) -> None:
         self._config = config
         self.members: frozenset[str] = frozenset()
+        self.receivers: frozenset[str] = frozenset()
         self._channels: dict[str, grpc.Channel] = {}
 
     def stage(

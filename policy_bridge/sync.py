@@ -159,13 +159,22 @@ class SyncWindow:
             update: what the engine's ``update_weights`` takes (JSON). The servers were started with
                 ``--weight-transfer-config``, and the framework has initialised their engines.
             send: sends the weights to all of these servers, in this thread. It needs a deadline of
-                its own: a server that fails its commit receives nothing, which is an error only
-                after ``send`` has ended.
+                its own, and to raise then: a server that fails its commit receives nothing, which
+                is an error only after ``send`` has ended.
 
         Raises:
-            RefusedError, PolicySyncError: as ``push_policy``; a server cannot receive.
+            RefusedError, PolicySyncError: as ``push_policy``; a server cannot receive. Once where
+                the servers are others than at the last call: the engines' group is of those.
         """
         self._check_push("push_external")
+        before, self.fleet.receivers = self.fleet.receivers, frozenset(self.servers)
+        if before and before != self.fleet.receivers:
+            found = ", ".join(sorted(self.servers))
+            expected = f"those of the last push: {', '.join(sorted(before))}"
+            step = "initialise their weight-transfer engines again, then push again"
+            raise RefusedError(
+                "rollout_servers", found, f"those of the last push: {expected}", step
+            )
         transfer_update = json.dumps(update)
         self._send = send
         self._stage(dict, transfer_update)
@@ -215,8 +224,11 @@ class SyncWindow:
         with ThreadPoolExecutor(1, "slipstream-commit") as pool:
             commit = pool.submit(self._commit_all)
             # The servers receive inside their commits, which end when all was sent.
-            self._send()
-        commit.result()
+            try:
+                self._send()
+            finally:
+                # Its error names the server for which ``send`` waited in vain.
+                commit.result()
 
     def _commit_all(self) -> None:
         started = time.monotonic()

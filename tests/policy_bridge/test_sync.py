@@ -477,20 +477,3 @@ def test_what_vllm_receives_is_sent_while_the_servers_commit(
     assert window.result is not None and window.result.policy_pushed
     assert [double.policy_version for double, _ in rollouts] == [6, 6]
     assert all(double.live == {} for double, _ in rollouts)
-
-
-def test_a_transfer_that_cannot_be_sent_is_the_callers_error(
-    trainer: FakeTrainer, connect: Connect, rollouts: Rollouts
-) -> None:
-    def fails() -> None:
-        raise RuntimeError("NCCL")
-
-    bridge = connect(rollout_servers=addresses(rollouts), sync_seconds=0.2)
-    with pytest.raises(RuntimeError, match="NCCL"), bridge.sync(6) as window:
-        window.push_external({}, fails)
-    with (
-        DisabledBridge() as disabled,
-        disabled.sync(1) as null,
-        pytest.raises(RefusedError, match="disabled"),
-    ):
-        null.push_external({}, fails)

@@ -1,0 +1,63 @@
+"""Policies through vLLM's own weight transfer: what is sent, to whom, and whose errors are told."""
+
+from __future__ import annotations
+
+import pytest
+
+from policy_bridge import DisabledBridge, PolicySyncError
+from slipstream.errors import RefusedError
+
+from .conftest import Connect
+from .doubles import FakeTrainer
+from .test_sync import Rollouts, addresses, rollouts
+
+__all__ = ["rollouts"]
+
+
+def test_a_transfer_that_cannot_be_sent_is_the_callers_error(
+    trainer: FakeTrainer, connect: Connect, rollouts: Rollouts
+) -> None:
+    def fails() -> None:
+        raise RuntimeError("NCCL")
+
+    bridge = connect(rollout_servers=addresses(rollouts), sync_seconds=0.2)
+    with pytest.raises(RuntimeError, match="NCCL"), bridge.sync(6) as window:
+        window.push_external({}, fails)
+    with (
+        DisabledBridge() as disabled,
+        disabled.sync(1) as null,
+        pytest.raises(RefusedError, match="disabled"),
+    ):
+        null.push_external({}, fails)
+
+
+def test_a_server_that_fails_its_commit_is_told_although_the_transfer_failed_for_it(
+    trainer: FakeTrainer, connect: Connect, rollouts: Rollouts
+) -> None:
+    def waits() -> None:
+        raise TimeoutError("nobody received")
+
+    rollouts[0][0].fail.add("Commit")
+    bridge = connect(rollout_servers=addresses(rollouts), sync_seconds=0.2)
+    with pytest.raises(PolicySyncError, match="a switch") as raised, bridge.sync(6) as window:
+        window.push_external({}, waits)
+    assert set(raised.value.errors) == {rollouts[0][1].address}
+    assert isinstance(raised.value.__context__, TimeoutError)
+
+
+def test_other_servers_than_at_the_last_transfer_are_refused_once(
+    trainer: FakeTrainer, connect: Connect, rollouts: Rollouts
+) -> None:
+    """A group with a server that left would wait for it; one that joined is not in the group."""
+    bridge = connect()
+    sent: list[int] = []
+    first = addresses(rollouts)[:1]
+    for version, servers in ((1, addresses(rollouts)), (2, first), (3, addresses(rollouts))):
+        trainer.rollout_servers = servers
+        with bridge.sync(version) as window:
+            if version > 1:
+                with pytest.raises(RefusedError, match="initialise their weight-transfer"):
+                    window.push_external({}, lambda: sent.append(0))
+            window.push_external({}, lambda version=version: sent.append(version))  # type: ignore[misc]
+    assert sent == [1, 2, 3]
+    assert [double.policy_version for double, _ in rollouts] == [3, 3]
