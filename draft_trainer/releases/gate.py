@@ -396,6 +396,10 @@ class Gate:
         """Count a result and write it to state.db."""
         if release is not None:
             result.draft_version = release
+            now = self.promotions.now
+            if result.outcome == "passed" and now.promoted != release:
+                pinned = " and pinned" if now.pinned else ""
+                result.reason += f"; not promoted: draft {now.promoted} is promoted{pinned}"
         if not_written:
             result.outcome, result.reason = "write_failed", f"not written: {not_written}"
         self.counters.verdicts.labels(result.outcome).inc()

@@ -175,5 +175,8 @@ def test_the_gate_judges_an_import_when_asked(
 
         monkeypatch.setattr(imports.gate, "judge", then_the_operator)
         main(["releases", "import", exported, *at])
-        assert "draft 3, not promoted; passed" in capsys.readouterr().out
+        said = capsys.readouterr().out
+        assert "draft 3, not promoted; passed" in said
+        assert "; not promoted: draft 1 is promoted\n" in said
+        assert "; not promoted: draft 1 is" in client.status().last_verdict.reason
         assert client.status().promoted_release == 1
