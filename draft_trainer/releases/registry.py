@@ -326,10 +326,15 @@ class Registry:
         return tuple(removed)
 
     def remove_leftovers(self) -> int:
-        """Remove what killed processes left half-written; returns how many files and folders."""
+        """Remove what killed processes left half-written, as far as that is possible now; returns
+        how many files and folders there were."""
         with self.writing():
             leftovers = [p for p in self.root.iterdir() if _LEFTOVER.fullmatch(p.name)]
-            _remove(leftovers)
+            try:
+                _remove(leftovers)
+            except OSError as error:
+                # A process may have a file of it open, on NFS. The next start tries again.
+                logger.warning("not removed: %s", error)
             return len(leftovers)
 
     @contextmanager
