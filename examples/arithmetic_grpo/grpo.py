@@ -188,15 +188,15 @@ def update(
             else:
                 old = part.old_log_probs[:, :width]
             loss, clipped = policy_loss(log_probs, old, part.advantages, mask, CLIP)
-            (loss / total).backward()
             if taken is not None:
                 taken.ship(
                     ids,
                     attention_mask=attention,
                     loss_mask=mask,
-                    sampled_logprobs=log_probs,
+                    sampled_logprobs=log_probs.detach(),
                     rollout_versions=part.rollout_versions,
                 )
+            (loss / total).backward()
             loss_sum += float(loss.detach())
             clipped_sum += int(clipped)
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_GRADIENT_NORM)
