@@ -14,7 +14,8 @@ for ``economy.horizon_versions`` versions, or until the policy's movement has ta
 Gain. g is the greater of what the served draft's L is below the reference length, on the newest
 held-out states, and of what training has gained a version lately. The reference length is what
 training is known to reach: that of the last release when it was made, before the first that of the
-first measurement. A version whose candidates gain nothing moves it half way to L: a loss that
+first measurement; two in a row above it, as of a policy that became easier to draft for, move it
+half way to the lesser. A version whose candidates gain nothing moves it half way to L: a loss that
 training cannot regain is not paid for without end. A candidate that passed the gate and was not
 promoted, as on a full disk, is no such version's, unless a release is pinned.
 
@@ -239,6 +240,8 @@ class Economy:
         if self._reference is None:
             self._reference = length
         if self._length is not None:
+            lesser = min(self._length, length)
+            self._reference = max(self._reference, _smoothed(self._reference, lesser))
             self._lost += self._length - length
         self._length, self._proposed = length, proposed or self._proposed
 

@@ -7,11 +7,15 @@ import queue
 import threading
 import time
 
+import pytest
+
 from draft_trainer.config import PublishConfig
 from draft_trainer.releases.canary import AcceptanceWatch
 from draft_trainer.releases.fleet import Fleet
 from draft_trainer.training.economy import CoreSeconds, core_seconds
+from slipstream.v1.rollout_server_pb2 import ServerState
 from tests.draft_trainer.fleet_double import RolloutDouble
+from tests.draft_trainer.test_economy import Loop
 
 
 def test_the_kernel_says_what_this_process_had_of_the_cores() -> None:
@@ -63,3 +67,25 @@ def test_servers_that_do_not_draft_report_too() -> None:
         fleet.close()
         double.stop()
         assert watch.stop(60)
+
+
+def test_servers_that_a_person_switched_off_do_not_say_what_pays() -> None:
+    loop = Loop()
+    loop.judge(3.0, 3.0, released=True)
+    loop.step(10.0, training=5.0, speed_up=1.5)
+    for wanted in (False, True):
+        off = ServerState(engine_seconds=1e3, speculation_wanted=wanted)
+        for address in loop.seconds:
+            loop.economy.served(address, off)
+        # Of two servers that draft a share of 1.1 / 3; where none pays, what lies beyond 2.
+        share = 1 - 2.0 / 3.0 if wanted else 1.1 / 3.0
+        assert loop.economy._saved_share(1.9, 1.1) == pytest.approx(share)
+
+
+def test_a_server_that_drafts_nothing_needs_no_report_from_before() -> None:
+    """The trainer restarted, or heard nothing of it for a version."""
+    loop = Loop()
+    loop.judge(3.0, 3.0, released=True)
+    loop.economy.served("a", ServerState(engine_seconds=1.0, speculation_wanted=True))
+    assert loop.economy._saved_share(2.0, 1.0) == pytest.approx(1 / 3)
+    assert loop.economy._speed_ups == {"a": 1.0}

@@ -279,28 +279,6 @@ def test_a_load_under_which_no_draft_paid_does_not_count_after_it_fell() -> None
     assert not any(trains[:10]) and trains[-1]
 
 
-def test_servers_that_a_person_switched_off_do_not_say_what_pays() -> None:
-    loop = Loop()
-    loop.judge(3.0, 3.0, released=True)
-    loop.step(10.0, training=5.0, speed_up=1.5)
-    for wanted in (False, True):
-        off = ServerState(engine_seconds=1e3, speculation_wanted=wanted)
-        for address in loop.seconds:
-            loop.economy.served(address, off)
-        # Of two servers that draft a share of 1.1 / 3; where none pays, what lies beyond 2.
-        share = 1 - 2.0 / 3.0 if wanted else 1.1 / 3.0
-        assert loop.economy._saved_share(1.9, 1.1) == pytest.approx(share)
-
-
-def test_a_server_that_drafts_nothing_needs_no_report_from_before() -> None:
-    """The trainer restarted, or heard nothing of it for a version."""
-    loop = Loop()
-    loop.judge(3.0, 3.0, released=True)
-    loop.economy.served("a", ServerState(engine_seconds=1.0, speculation_wanted=True))
-    assert loop.economy._saved_share(2.0, 1.0) == pytest.approx(1 / 3)
-    assert loop.economy._speed_ups == {"a": 1.0}
-
-
 def test_a_server_that_is_switched_off_and_never_said_whether_drafts_pay_may_draft() -> None:
     """As ``publish.max_draft_lag`` switches off a server with a fixed draft length."""
     loop = Loop()
@@ -379,6 +357,20 @@ def test_a_server_that_left_says_nothing_any_more() -> None:
     lost = 0.5
     lasts = min(HORIZON, 3.0 / lost)
     assert loop.last.saving_seconds == pytest.approx(lasts * 10.0 * 0.25, rel=0.01)
+
+
+def test_what_an_untrained_draft_gained_by_itself_can_be_lost() -> None:
+    """As where the policy's entropy falls at first, and then it moves away."""
+    loop = Loop(share=0.2)
+    for tenths in range(24, 34):
+        loop.economy.measured(tenths / 10)
+        assert not loop.step(10.0)
+    length = 3.3
+    while not loop.last.train:
+        length -= 0.1
+        assert length > 2.4
+        loop.economy.measured(length)
+        loop.step(10.0)
 
 
 def test_samples_only_measure_until_training_pays() -> None:
