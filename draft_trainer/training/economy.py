@@ -59,8 +59,9 @@ ASSUMED_SHARE = 0.5
 idle cores, and all of them."""
 
 LEAST_ACCEPTED = 0.5
-"""Share of proposed tokens below which a draft that was never trained here is trained for a
-version, whatever it has lost: it has more to learn than a policy's movement takes from it."""
+"""Share of proposed tokens below which a draft is trained, whatever it has lost, until that gained
+something, for ``LOOK_VERSIONS`` judged versions at most: it has more to learn than a policy's
+movement takes from it."""
 
 
 @dataclass(frozen=True)
@@ -167,7 +168,7 @@ class Economy:
         self._gained = 0.0
         self._lost = 0.0
         self._judged = self._measured = False
-        self._unknown = self._unmeasured = 0
+        self._unknown = self._unmeasured = self._failed = 0
         self._measure_at, self._between = 0, 1
         self._seconds: float | None = None
         self._generation: float | None = None
@@ -284,6 +285,7 @@ class Economy:
             self._drift = _smoothed(self._drift, lost / self._unmeasured)
             self._unmeasured = 0
         if judged and gained <= 0 and self._length is not None:
+            self._failed += 1
             self._reference = _smoothed(self._reference, self._length)
         if generated:
             # Engines generate side by side: a version takes what one of them takes.
@@ -324,9 +326,10 @@ class Economy:
         cost, assumed = self._cost, ""
         if cost is None:
             cost, assumed = seconds * self._assumed_share(), " (assumed)"
-            if self._proposed and length - 1 < LEAST_ACCEPTED * self._proposed:
-                reason = f"{length:.3f} of {1 + self._proposed} possible: training is tried"
-                return Decision(version, True, f"acceptance length {reason}", None, cost)
+        weak = length - 1 < LEAST_ACCEPTED * self._proposed
+        if weak and not self._progress and self._failed < LOOK_VERSIONS:
+            reason = f"{length:.3f} of {1 + self._proposed} possible: training is tried"
+            return Decision(version, True, f"acceptance length {reason}", None, cost)
         gain = max((self._reference or length) - length, self._progress or 0.0, 0.0)
         lasts: float = self.config.horizon_versions
         if self._drift is not None and self._drift > 0:

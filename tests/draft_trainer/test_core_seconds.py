@@ -89,3 +89,13 @@ def test_a_server_that_drafts_nothing_needs_no_report_from_before() -> None:
     loop.economy.served("a", ServerState(engine_seconds=1.0, speculation_wanted=True))
     assert loop.economy._saved_share(2.0, 1.0) == pytest.approx(1 / 3)
     assert loop.economy._speed_ups == {"a": 1.0}
+
+
+def test_servers_on_which_no_draft_ever_paid_are_no_reason_to_train() -> None:
+    loop = Loop()
+    loop.judge(4.0, 4.0, released=True)
+    for _ in range(5):
+        loop.step(10.0, training=5.0, speed_up=1.0)
+    loop.economy.measured(1.5)
+    assert not loop.step(10.0, speed_up=1.0)
+    assert loop.last.saving_seconds == 0.0
