@@ -35,7 +35,8 @@ class RolloutFleet:
     """One connection per rollout server; every call goes to all of them at once.
 
     Attributes:
-        members: servers that took the last policy that none of them failed to take.
+        members: servers that the trainer named and that took the last policy, which none of them
+            failed to take.
         receivers: servers of the last push through vLLM's own weight-transfer engine.
     """
 

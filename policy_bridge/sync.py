@@ -92,6 +92,7 @@ class SyncWindow:
         self._stage_id = ""
         self._prepared = False
         self._send: Callable[[], None] | None = None
+        self._named: frozenset[str] = frozenset()
 
     def __enter__(self) -> SyncWindow:
         if not self.lead:
@@ -172,9 +173,7 @@ class SyncWindow:
             found = ", ".join(sorted(self.servers))
             expected = f"those of the last push: {', '.join(sorted(before))}"
             step = "initialise their weight-transfer engines again, then push again"
-            raise RefusedError(
-                "rollout_servers", found, f"those of the last push: {expected}", step
-            )
+            raise RefusedError("rollout_servers", found, expected, step)
         transfer_update = json.dumps(update)
         self._send = send
         self._stage(dict, transfer_update)
@@ -192,12 +191,17 @@ class SyncWindow:
         started = time.monotonic()
         made, version = tensors(), self._so_far.policy_version
         self._stage_id = f"policy-{version}-{uuid.uuid4().hex[:8]}"
+        named, members = frozenset(self.servers), frozenset[str]()
+        if not self.config.rollout_servers:
+            members = self.fleet.members
+        if not transfer_update:
+            # A list may lack a server for a moment, while it is slow to answer and generates.
+            self.servers = [*self.servers, *sorted(members - named)]
         errors = self.fleet.stage(self.servers, self._stage_id, version, made, transfer_update)
         # The first push finds servers that can never be reached. Later the trainer may name one
-        # that still loads its model.
-        members = self.fleet.members
-        joins = {*self.servers} - members if members and not self.config.rollout_servers else ()
-        errors = self._without_unreachable(errors, joins)
+        # that still loads its model, and one that it names no more may be gone.
+        errors = self._without_unreachable(errors, named ^ members if members else ())
+        self._named = named
         self._so_far = replace(
             self._so_far, policy_pushed=True, stage_seconds=time.monotonic() - started
         )
@@ -251,7 +255,7 @@ class SyncWindow:
             self._abort()
             raise PolicySyncError("committed", failed, self._so_far)
         if self._stage_id:
-            self.fleet.members = frozenset(self.servers)
+            self.fleet.members = self._named.intersection(self.servers)
 
     def _complete(self) -> dict[str, rollout_pb.ServerState]:
         assert self.session is not None  # PrepareSync went through it

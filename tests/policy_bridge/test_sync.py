@@ -84,20 +84,38 @@ def test_policy_and_draft_are_committed_in_one_call(
             assert torch.equal(double.live[name], tensor.bfloat16())
 
 
-def test_servers_that_join_during_a_run_get_the_policy_and_those_that_left_are_not_asked(
+def test_servers_that_join_get_the_policy_and_those_that_left_once_more(
     trainer: FakeTrainer, connect: Connect, rollouts: Rollouts
 ) -> None:
     first, second = addresses(rollouts)
     with trainer.serve() as server:
         bridge = connect(server.address)
-        for version, servers in ((1, (first,)), (2, (second,)), (3, (first, second))):
-            trainer.rollout_servers = servers
+        for version, named, asked in (
+            (1, [first], {first}),
+            (2, [second], {first, second}),  # The list may lack it for a moment only.
+            (3, [second], {second}),
+            (4, [first, second], {first, second}),
+        ):
+            trainer.rollout_servers = tuple(named)
             push(bridge, version)
-            assert bridge._fleet._channels.keys() == set(servers)
+            assert bridge._fleet._channels.keys() == asked
         assert trainer.sessions == 1
-    result = push(bridge, 4)
+    result = push(bridge, 5)
     assert result.draft_errors, "the trainer is gone"
-    assert [double.policy_version for double, _ in rollouts] == [4, 4]
+    assert [double.policy_version for double, _ in rollouts] == [5, 5]
+
+
+def test_a_server_that_left_the_list_and_is_gone_is_left_out_once(
+    trainer: FakeTrainer, connect: Connect, rollouts: Rollouts
+) -> None:
+    (double, first), (_, second) = rollouts
+    trainer.rollout_servers = addresses(rollouts)
+    bridge = connect()
+    push(bridge, 1)
+    trainer.rollout_servers = (first.address,)
+    second.kill()
+    assert set(push(bridge, 2).left_out) == {second.address}
+    assert push(bridge, 3).left_out == {} and double.policy_version == 3
 
 
 @pytest.mark.parametrize("skips", [False, True])
