@@ -309,7 +309,6 @@ class TrialResult:
         reason: the figures, for people.
         figures: of the release that was on trial.
         unmeasured: undecided because the incumbent has no figures, while the release has.
-        down: undecided, and what is on trial may be why its servers are down: no other gets it.
     """
 
     trial: Trial
@@ -317,7 +316,6 @@ class TrialResult:
     reason: str
     figures: Figures = ()
     unmeasured: bool = False
-    down: bool = False
 
 
 @dataclass(eq=False)
@@ -411,10 +409,11 @@ class Canary:
             seconds = max(seconds, time.time() - trial.began_at)
         if trial.undecided or seconds <= self.config.max_seconds:
             return None
-        down = bool(trial.servers) and not fleet.any_ready(trial.servers)
-        if down:
-            text += "; none of the servers that have it answers and is ready: no other gets it"
-        return TrialResult(trial, "canary_undecided", text, down=down)
+        if trial.servers and not fleet.any_ready(trial.servers):
+            # It may be why. Another release costs less than the other servers.
+            text = f"none of the servers that have draft {trial.version} answers and is ready"
+            return TrialResult(trial, "canary_rolled_back", text)
+        return TrialResult(trial, "canary_undecided", text)
 
     def _intervals(self, *sides: Sequence[Batch]) -> list[Interval | None]:
         """Of drafts as long as both sides tried them; None of a side that has too few steps."""

@@ -177,13 +177,13 @@ class Publisher:
                 if result.unmeasured:
                     promotions.measure_incumbent()
                 elif result.event == "canary_undecided":
-                    late = trial if result.down else replace(trial, servers=(), others=())
-                    promotions.on_trial(replace(late, undecided=result.reason))
+                    late = replace(trial, servers=(), others=(), undecided=result.reason)
+                    promotions.on_trial(late)
                 else:
                     promotions.serves(trial.version, result.figures)
                 self._record(result.event, trial.version, result.reason)
 
-            if trial.servers and not (result.unmeasured or result.down):
+            if trial.servers and not result.unmeasured:
                 self._publish(trial.version, settled)
                 return True
             with self.committed_alone():

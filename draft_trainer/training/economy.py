@@ -246,12 +246,13 @@ class Economy:
             self._lost += self._length - length
         self._length, self._proposed = length, proposed or self._proposed
 
-    def decide(self, policy_version: int, behind: bool = False) -> Decision:
+    def decide(self, policy_version: int, behind: str = "") -> Decision:
         """For the versions from now on.
 
         Args:
             policy_version: the newest.
-            behind: whether the newest release is about to be too old to be served.
+            behind: why training is tried, whatever it saves: the promoted release is too old to be
+                served, or about to be; else empty.
         """
         last = self.last
         if last is None or policy_version != last.policy_version:
@@ -300,13 +301,12 @@ class Economy:
             self._cost = _smoothed(self._cost, took)
             self._progress = _smoothed(self._progress, gained)
 
-    def _decide(self, version: int, training: bool, behind: bool) -> Decision:
+    def _decide(self, version: int, training: bool, behind: str) -> Decision:
         mode = self.config.mode
         if mode != "when-it-pays":
             return Decision(version, mode == "always", f"economy.mode is {mode}")
         if behind:
-            reason = "the newest release is almost too old for publish.max_draft_lag"
-            return Decision(version, True, f"{reason}: training is tried, whatever it saves")
+            return Decision(version, True, f"{behind}: training is tried, whatever it saves")
         generation, seconds, length = self._generation, self._seconds, self._length
         if self._unmeasured >= self._between + LOOK_VERSIONS:
             # Due and not had for so long: nobody knows what the draft has lost.

@@ -302,8 +302,15 @@ class TrainingLoop:
                 reason = "the draft was not measured: too few states or memory, or as logged before"
                 logger.info("policy version %d: %s", version, reason)
         # A release takes a version or two to be made and to go live.
-        lag, against = self.candidates.config.publish.max_draft_lag, self.counters.newest_release[1]
-        decision = economy.decide(version, behind=0 < lag < version + 2 - (against or 0))
+        lag, behind = self.candidates.config.publish.max_draft_lag, ""
+        if lag:
+            promoted = self.candidates.promotions.now.promoted
+            age = version - self.candidates.registry.get(promoted).trained_against_policy_version
+            if age + 1 >= lag:
+                behind = (
+                    f"draft {promoted} is {age} policy versions old, of publish.max_draft_lag {lag}"
+                )
+        decision = economy.decide(version, behind)
         if last is None or last.train != decision.train:
             logger.info("policy version %d: %s", version, decision.reason)
         return decision.train

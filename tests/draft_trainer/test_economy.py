@@ -313,7 +313,7 @@ def test_a_release_that_is_almost_too_old_is_replaced_whatever_that_saves() -> N
         loop = Loop(mode)
         loop.economy.measured(3.0)
         assert not loop.step(10.0)
-        assert loop.economy.decide(2, behind=True).train is trains
+        assert loop.economy.decide(2, "7 of publish.max_draft_lag 8").train is trains
         assert ("publish.max_draft_lag" in loop.last.reason) is trains
         assert not loop.economy.decide(3).train
 

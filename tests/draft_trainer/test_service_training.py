@@ -310,7 +310,7 @@ def test_what_was_trained_before_a_pause_is_judged(
         economy, learner = server.loop.candidates.economy, server.loop.learner
         step = learner.step
 
-        def decide(version: int, behind: bool) -> Decision:
+        def decide(version: int, behind: str) -> Decision:
             economy.last = Decision(version, version < 2, "the test's")
             return economy.last
 
@@ -326,6 +326,31 @@ def test_what_was_trained_before_a_pause_is_judged(
         status = client.wait_for(lambda s: s.training_paused and s.idle)
         assert status.train_steps == 1 and status.samples_pending > 0
         assert status.last_verdict.trained_against_policy_version == 1
+
+
+def test_the_release_that_is_served_is_what_may_be_too_old_and_not_the_newest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A trial rolled the newest one back, or it was written and not promoted."""
+    limit = {"rollout_servers": [], "max_draft_lag": 3}
+    config = make_config(tmp_path, economy={"mode": "when-it-pays"}, publish=limit)
+    with running(config) as (server, client):
+        economy, told = server.loop.candidates.economy, dict[int, str]()
+
+        def decide(version: int, behind: str) -> Decision:
+            told[version] = behind
+            economy.last = Decision(version, False, behind)
+            return economy.last
+
+        monkeypatch.setattr(economy, "decide", decide)
+        server._counters.newest_release = (1, 100)
+        client.open()
+        for version in (1, 2, 4):
+            client.announce(version)
+            client.send(*rollouts(1, version, version))
+            client.wait_for(lambda _, version=version: version in told)  # type: ignore[misc]
+        text = "draft 0 is {} policy versions old, of publish.max_draft_lag 3"
+        assert told == {1: "", 2: text.format(2), 4: text.format(4)}
 
 
 def test_another_run_is_decided_for_anew_though_its_version_has_the_same_number(
