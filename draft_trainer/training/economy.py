@@ -21,8 +21,7 @@ promoted, as on a full disk, is no such version's, unless a release is pinned.
 
 A draft that was released for this policy has lost nothing yet: training begins once it does. What
 is not known for ``LOOK_VERSIONS`` versions, as an L that could not be measured since, counts as
-paying. Nothing of one run's policy and
-prompts counts in another.
+paying. Nothing of one run's policy and prompts counts in another.
 """
 
 from __future__ import annotations
