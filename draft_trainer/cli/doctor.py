@@ -43,6 +43,7 @@ class Doctor(Connection):
         address = self.address
         if self.config is not None:
             from draft_trainer.config_file import load_config
+            from slipstream.client import join_address
 
             config = load_config(self.config)
             found += check_configuration(config)
@@ -50,8 +51,7 @@ class Doctor(Connection):
             if address == DEFAULT_ADDRESS and server.port:
                 # gRPC listens on IPv4 too where it listens on "::"; ::1 may not exist.
                 host = "127.0.0.1" if server.host in ("0.0.0.0", "::") else server.host
-                bracketed = f"[{host}]" if ":" in host and not host.startswith("[") else host
-                address = f"{bracketed}:{server.port}"
+                address = join_address(host, server.port)
         try:
             with replace(self, address=address).trainer() as stub:
                 status = stub.GetStatus(pb.GetStatusRequest(), timeout=self.timeout)

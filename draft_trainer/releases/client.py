@@ -220,6 +220,11 @@ class RolloutClient:
             return Failure(f"{self.address}: {error}", grpc.StatusCode.UNAVAILABLE)
 
 
+def drafts_wanted(state: pb.ServerState) -> bool:
+    """Whether nobody turned drafting off: where no draft length pays there are no drafts either."""
+    return state.speculation_wanted or state.speculation_enabled
+
+
 def cleaned(state: pb.ServerState) -> pb.ServerState:
     """A server's state with its texts bounded and on one line each, in place."""
     for name in ("not_ready", "model", "draft_sample_method", "draft_kind", "trainer"):

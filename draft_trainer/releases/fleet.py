@@ -20,7 +20,7 @@ import grpc
 
 from draft_trainer.config import PublishConfig
 from draft_trainer.drafters.acceptance import Method
-from draft_trainer.releases.client import DraftPayload, Failure, RolloutClient
+from draft_trainer.releases.client import DraftPayload, Failure, RolloutClient, drafts_wanted
 from draft_trainer.releases.members import Members
 from slipstream.errors import RefusedError
 from slipstream.security import NONE, ClientCredentials
@@ -287,7 +287,7 @@ class DraftLag:
 
     def _set(self, client: RolloutClient, state: pb.ServerState, enabled: bool) -> None:
         # A server that may draft and does not has found that it does not pay.
-        drafts = state.speculation_wanted or state.speculation_enabled
+        drafts = drafts_wanted(state)
         if self._told.get(client.address) == enabled and enabled >= drafts:
             return
         failure = client.set_speculation(enabled)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from draft_trainer.config import DNS, FILE
-from slipstream.client import split_address
+from slipstream.client import join_address, split_address
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ def look_up(entry: str) -> list[str]:
         name, port = split_address(entry.removeprefix(DNS))
         found = socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)
         hosts = sorted({str(info[4][0]) for info in found})
-        return [f"[{host}]:{port}" if ":" in host else f"{host}:{port}" for host in hosts]
+        return [join_address(host, port) for host in hosts]
     if entry.startswith(FILE):
         addresses = Path(entry.removeprefix(FILE)).read_text(encoding="utf-8").split()
         for address in addresses:

@@ -12,6 +12,7 @@ import re
 from collections.abc import Mapping
 
 from draft_trainer.config import HELD_OUT_MOST, TrainerConfig
+from draft_trainer.releases.client import drafts_wanted
 from draft_trainer.releases.gate import MIN_CLUSTERS
 from draft_trainer.training.learner import DEVICE_MEMORY
 from slipstream.errors import clean
@@ -219,8 +220,7 @@ def _servers(status: TrainerStatus, config: TrainerConfig) -> Found:
         if server.state.not_ready:
             next_step = "wait two minutes for the trainer to repair it; if it does not, restart it"
             return PROBLEM, f"{name} is not ready: {server.state.not_ready}", next_step
-        wanted = server.state.speculation_wanted or server.state.speculation_enabled
-        if server.reachable and not wanted:
+        if server.reachable and not drafts_wanted(server.state):
             next_step = "wait for a fresher release, or turn it on with SetSpeculation"
             return PROBLEM, f"{name} generates without drafts", next_step
         wrong = drafts_otherwise(server.state, config) if server.reachable else None

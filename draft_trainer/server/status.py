@@ -21,7 +21,7 @@ from draft_trainer.ingest.ingest import Ingest
 from draft_trainer.ingest.run import Run, Runs, Session
 from draft_trainer.ingest.store import SampleStore
 from draft_trainer.releases.canary import AcceptanceWatch, Seen
-from draft_trainer.releases.client import Failure
+from draft_trainer.releases.client import Failure, drafts_wanted
 from draft_trainer.releases.promotions import Batch, Promotions, Trial
 from draft_trainer.releases.registry import Registry
 from draft_trainer.server.diagnosis import ProblemLog, diagnose
@@ -140,14 +140,14 @@ class FleetView:
         if server.error:
             self._note(console.EVENT_KIND_SERVER_BACK, server)
         first = not server.HasField("state")
-        was_ready, drafted = not server.state.not_ready, _wanted(server.state)
+        was_ready, drafted = not server.state.not_ready, drafts_wanted(server.state)
         server.error, server.reachable, server.seen_at = "", True, time.time()
         server.state.CopyFrom(state)
         if was_ready and state.not_ready:
             self._note(console.EVENT_KIND_SERVER_NOT_READY, server, state.not_ready)
         elif not was_ready and not state.not_ready:
             self._note(console.EVENT_KIND_SERVER_READY, server)
-        if not first and drafted != _wanted(state):
+        if not first and drafted != drafts_wanted(state):
             on, off = console.EVENT_KIND_SPECULATION_ON, console.EVENT_KIND_SPECULATION_OFF
             self._note(off if drafted else on, server)
 
@@ -334,11 +334,6 @@ class Status:
                 known[version] = manifest.trained_against_policy_version
         self._against = known
         return [known[version] for version in versions]
-
-
-def _wanted(state: rollout.ServerState) -> bool:
-    """Whether nobody turned drafting off: where no draft length pays there are no drafts either."""
-    return state.speculation_wanted or state.speculation_enabled
 
 
 def _speed_up(servers: Iterable[console.ServerView]) -> float | None:

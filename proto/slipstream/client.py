@@ -53,6 +53,11 @@ def split_address(address: str) -> tuple[str, int]:
     return host, int(port)
 
 
+def join_address(host: str, port: int) -> str:
+    """The inverse; an IPv6 address may have its brackets already."""
+    return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
+
+
 def open_channel(
     address: str, *, credentials: ClientCredentials = NONE, own_connection: bool = False
 ) -> grpc.Channel:

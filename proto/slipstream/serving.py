@@ -32,7 +32,7 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from slipstream.client import MAX_MESSAGE_BYTES, OPTIONS
+from slipstream.client import MAX_MESSAGE_BYTES, OPTIONS, join_address
 from slipstream.errors import RefusedError, StatusCode, clean
 from slipstream.guard import Guard
 from slipstream.security import Access
@@ -246,8 +246,7 @@ class GrpcServer:
 
         Raises RefusedError: the port cannot be had.
         """
-        host = f"[{host}]" if ":" in host and not host.startswith("[") else host
-        at, tls = f"{host}:{port}", self._access.tls
+        at, tls = join_address(host, port), self._access.tls
         try:
             found = (
                 self.grpc.add_insecure_port(at)
