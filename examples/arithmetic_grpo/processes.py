@@ -16,6 +16,8 @@ from types import TracebackType
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from slipstream.client import open_channel
+
 _POLL_SECONDS = 0.25
 
 
@@ -95,17 +97,18 @@ class Service:
             ServiceError: the process ended, or was not ready within ``timeout`` seconds.
         """
         began = time.monotonic()
-        with grpc.insecure_channel(self.health) as channel:
-            stub = health_pb2_grpc.HealthStub(channel)
-            while time.monotonic() - began < timeout:
-                self.check()
+        while time.monotonic() - began < timeout:
+            self.check()
+            # A channel of its own for each question: one that found nobody waits longer each time.
+            with open_channel(self.health, own_connection=True) as channel:
+                stub = health_pb2_grpc.HealthStub(channel)
                 try:
                     answer = stub.Check(health_pb2.HealthCheckRequest(), timeout=2)
                     if answer.status == health_pb2.HealthCheckResponse.SERVING:
                         return time.monotonic() - began
                 except grpc.RpcError:
                     pass  # not listening yet: that is what is being waited for
-                time.sleep(_POLL_SECONDS)
+            time.sleep(_POLL_SECONDS)
         raise ServiceError(f"{self.name} was not ready in {timeout:.0f} s{self._log_tail()}")
 
     def check(self) -> None:
