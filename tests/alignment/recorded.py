@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 
 import torch
@@ -19,33 +20,39 @@ def record(
     aux_layers: Sequence[int],
 ) -> list[Sample]:
     """One sample per rollout at T = 1, its states from Hugging Face's own ``hidden_states``."""
-    samples = []
+    samples: dict[int, Sample] = {}
+    by_length: dict[int, list[int]] = defaultdict(list)
     for index, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
-        ids = torch.tensor([*prompt, *completion])
-        output = model(input_ids=ids[None], output_hidden_states=True)
-        logits = output.logits[0, :-1].float()
-        sampled = logits.gather(1, ids[1:, None])[:, 0]
-        zero = torch.zeros(1)
-        count = len(ids)
-        aux = [output.hidden_states[layer][0] for layer in aux_layers]
-        samples.append(
-            Sample.pack(
+        by_length[len(prompt) + len(completion)].append(index)
+    zero = torch.zeros(1)
+    # Those of one length share a pass, which needs no padding.
+    for count, indices in by_length.items():
+        ids = torch.tensor([[*prompts[index], *completions[index]] for index in indices])
+        output = model(input_ids=ids, output_hidden_states=True)
+        logits = output.logits[:, :-1].float()
+        sampled = logits.gather(2, ids[:, 1:, None])[:, :, 0]
+        log_probs = sampled - logits.logsumexp(2)
+        for row, index in enumerate(indices):
+            samples[index] = Sample.pack(
                 sample_id=f"r{index}",
                 policy_version=0,
                 temperature=1.0,
                 aux_layers=aux_layers,
-                token_ids=ids,
+                token_ids=ids[row],
                 positions=torch.arange(count),
                 segment_ids=torch.zeros(count, dtype=torch.int64),
-                loss_mask=torch.arange(count) >= len(prompt),
-                aux=torch.cat([logits[:0].new_zeros(count, 0), *aux], dim=1),
+                loss_mask=torch.arange(count) >= len(prompts[index]),
+                aux=torch.cat(
+                    [torch.zeros(count, 0)]
+                    + [output.hidden_states[layer][row] for layer in aux_layers],
+                    dim=1,
+                ),
                 # The last entry of hidden_states is after the final norm: lm_head's input.
-                final_hidden=output.hidden_states[-1][0],
-                sampled_logprobs=torch.cat([zero, sampled - logits.logsumexp(1)]),
-                sampled_logits=torch.cat([zero, sampled]),
+                final_hidden=output.hidden_states[-1][row],
+                sampled_logprobs=torch.cat([zero, log_probs[row]]),
+                sampled_logits=torch.cat([zero, sampled[row]]),
             )
-        )
-    return samples
+    return [samples[index] for index in range(len(prompts))]
 
 
 def policy_heads(model: PreTrainedModel, draft_vocab_ids: torch.Tensor) -> PolicyHeads:
