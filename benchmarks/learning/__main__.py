@@ -66,13 +66,15 @@ EPOCHS = {OURS: ReplayConfig().max_epochs, OURS_ONCE: 1}
 VERSION_TOKENS = 4096
 """That come at once."""
 
-ONLINE: dict[str, dict[str, Any]] = {
-    "the defaults": {},
-    "64 tokens a step": {"batch_tokens": 64},
-    "learning rate 3e-4": {"learning_rate": 3e-4},
-    "weights of the last step": {"weight_averaging": 0.0},
+ONLINE: dict[str, tuple[dict[str, Any], int]] = {
+    "the defaults": ({}, ReplayConfig().max_epochs),
+    "64 tokens a step": ({"batch_tokens": 64}, ReplayConfig().max_epochs),
+    "learning rate 3e-4": ({"learning_rate": 3e-4}, ReplayConfig().max_epochs),
+    "weights of the last step": ({"weight_averaging": 0.0}, ReplayConfig().max_epochs),
+    "target lk": ({"target": "lk"}, ReplayConfig().max_epochs),
+    "8 passes over a sample": ({}, 8),
 }
-"""[training] beside the defaults."""
+"""[training] beside the defaults, and ``replay.max_epochs``."""
 
 PEERS = {"speculators, 1 sequence a step": 1, "speculators, 256 tokens a step": 256}
 """Least tokens of a step."""
@@ -278,8 +280,8 @@ def online(name: str, seeds: Sequence[int], folder: Path) -> dict[str, list[Cour
             move(policy, task, seed, path)
         versions = Versions(path, _draft(policy).target_ids())
         say(f"{name} online, seed {seed}")
-        for arm, changed in ONLINE.items():
-            course = follow(versions, lambda: _draft(policy), TrainingConfig(**changed))
+        for arm, (changed, epochs) in ONLINE.items():
+            course = follow(versions, lambda: _draft(policy), TrainingConfig(**changed), epochs)
             found.setdefault(arm, []).append(course)
     rows = []
     for arm, runs in found.items():

@@ -19,7 +19,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from benchmarks.harness import say
-from draft_trainer.config import HELD_OUT_MOST, GateSection, ReplayConfig, TrainingConfig
+from draft_trainer.config import HELD_OUT_MOST, GateSection, TrainingConfig
 from draft_trainer.drafters import Draft
 from draft_trainer.drafters.acceptance import expected_acceptance
 from draft_trainer.drafters.policy import PolicyHeads
@@ -186,7 +186,9 @@ class Course:
         }
 
 
-def follow(versions: Versions, draft: Callable[[], Draft], config: TrainingConfig) -> Course:
+def follow(
+    versions: Versions, draft: Callable[[], Draft], config: TrainingConfig, epochs: int
+) -> Course:
     """Train the draft on each version when it came, a share of its prompts held out."""
     served, frozen, learner = draft(), draft(), Learner(draft(), config)
     learner.restart_optimizer()
@@ -200,7 +202,7 @@ def follow(versions: Versions, draft: Callable[[], Draft], config: TrainingConfi
         recent = versions.samples[max(version - 1, 0) : version + 1]
         held = [one for part in recent for one in part if _held_out(one)]
         training = [one for one in samples if not _held_out(one)]
-        batches = drawn(training, ReplayConfig().max_epochs, learner, random.Random(version))
+        batches = drawn(training, epochs, learner, random.Random(version))
         for batch in batches:
             learner.step(batch, versions.heads)
             steps += 1
