@@ -176,11 +176,11 @@ class CostWatch:
             self._task.cancel()
             await asyncio.wait({self._task})
 
-    async def read(self) -> None:
-        """Once, if anything was generated since the last time."""
+    async def read(self) -> bool:
+        """Once, if anything was generated since the last time; whether it was."""
         tracker = self._tracker
         if tracker.live is None or tracker.all.generated_tokens == self._seen:
-            return
+            return False
         self._seen = tracker.all.generated_tokens
         sums = await self._step_sums()
         tracker.engine_seconds = sum(total.seconds for total in sums.values()) / self._engines
@@ -189,6 +189,7 @@ class CostWatch:
         self._costs.add(time.monotonic(), sums, live)
         # Without drafts nothing else tells watchers that the engine works.
         tracker.wake()
+        return True
 
     async def probe(self) -> None:
         """Take plain steps for a moment, if the cost of one is needed and not known."""
@@ -207,9 +208,10 @@ class CostWatch:
         while True:
             await asyncio.sleep(READ_SECONDS)
             try:
-                await self.read()
+                # Without requests there are no plain steps to time.
+                if await self.read():
+                    await self.probe()
                 self._tracker.speed_up = self._costs.speed_up(time.monotonic())
-                await self.probe()
                 if self._measured is not None:
                     await self._measured(self._costs.sums)
             except RefusedError as error:

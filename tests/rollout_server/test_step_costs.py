@@ -79,10 +79,11 @@ def test_a_slow_engine_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Drafting:
-    """An engine that takes plain steps only while drafting is off."""
+    """An engine that takes plain steps only while drafting is off, and has work while it is
+    asked unless it is idle."""
 
-    def __init__(self, tracker: AcceptanceTracker, plain: bool = True) -> None:
-        self.tracker, self.plain = tracker, plain
+    def __init__(self, tracker: AcceptanceTracker, plain: bool = True, idle: bool = False) -> None:
+        self.tracker, self.plain, self.idle = tracker, plain, idle
         self.off = False
         self.turned: list[bool] = []
         self.steps = {"speculative": 0, "plain": 0}
@@ -90,7 +91,7 @@ class Drafting:
     async def step_sums(self) -> StepSums:
         if not self.off or self.plain:
             self.steps["plain" if self.off else "speculative"] += 20
-        self.tracker.generated(1)
+        self.tracker.generated(0 if self.idle else 1)
         return {
             (kind, 4, 3 if kind == "speculative" else 0): StepSum(steps, 0.01 * steps)
             for kind, steps in self.steps.items()
@@ -135,6 +136,30 @@ def test_a_probe_that_finds_nothing_is_not_repeated_at_once(
     engine, costs = probed(monkeypatch, plain=False)
     assert engine.turned == [True, False]
     assert costs.break_even is None and costs.unknown_size == 4
+
+
+def test_an_idle_server_goes_on_drafting(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("READ_SECONDS", "PROBE_SECONDS", "PROBE_EVERY_SECONDS"):
+        monkeypatch.setattr(f"rollout_server.step_costs.{name}", 0.0)
+    tracker, costs, rounds = AcceptanceTracker(), StepCosts(), asyncio.Semaphore(0)
+    tracker.start(0)
+    tracker.generated(1)
+    engine = Drafting(tracker, idle=True)
+
+    async def measured(*sums: object) -> None:
+        rounds.release()
+
+    async def look() -> None:
+        watch = CostWatch(engine.step_sums, tracker, costs, engine.without_speculation, measured)
+        await watch.read()
+        watch.start()
+        for _ in range(3):
+            await rounds.acquire()
+        await watch.stop()
+
+    asyncio.run(asyncio.wait_for(look(), 30))
+    assert costs.unknown_size == 4
+    assert engine.turned == []
 
 
 def test_the_speed_up_is_what_a_step_yields_over_what_it_costs_in_the_last_minute() -> None:
