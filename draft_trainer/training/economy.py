@@ -48,8 +48,9 @@ LOOK_VERSIONS = 3
 """Policy versions without training while figures are missing; after them it counts as paying."""
 
 QUIET = 0.1
-"""Saving over cost up to which the draft holds: it is then measured again after twice as many
-versions as the last time, ``MOST_BETWEEN`` at most, and in every version beyond it."""
+"""Saving over cost, by what the draft has lost alone, up to which it holds: it is then measured
+again after twice as many versions as the last time, ``MOST_BETWEEN`` at most, and in every version
+beyond it."""
 
 MOST_BETWEEN = 4
 
@@ -329,13 +330,15 @@ class Economy:
         if weak and not self._progress and self._failed < LOOK_VERSIONS:
             reason = f"{length:.3f} of {1 + self._proposed} possible: training is tried"
             return Decision(version, True, f"acceptance length {reason}", None, cost)
-        gain = max((self._reference or length) - length, self._progress or 0.0, 0.0)
+        lost = max((self._reference or length) - length, 0.0)
+        gain = max(lost, self._progress or 0.0)
         lasts: float = self.config.horizon_versions
         if self._drift is not None and self._drift > 0:
             lasts = min(lasts, max(1.0, (length + gain - 1) / self._drift))
         saving = lasts * generation * self._saved_share(length, gain)
         train = saving > cost * (STOP if training else START)
-        if saving > cost * QUIET:
+        # What training gained lately does not change while it is paused: the draft may hold.
+        if train or saving * lost > cost * QUIET * gain:
             self._between = 1
             self._measure_at = version + 1
         elif not self._unmeasured:

@@ -395,9 +395,17 @@ def test_samples_only_measure_until_training_pays() -> None:
     assert not Economy(EconomyConfig(mode="always")).looks_only
 
 
-def test_a_draft_that_holds_is_measured_ever_more_seldom_and_one_that_drifts_at_once() -> None:
+@pytest.mark.parametrize(
+    ("gains", "due"),
+    [((), [1, 3, 7, 11, 15, 19, 23, 27, 31]), ((1, 0, 0), [5, 9, 13, 17, 21, 25, 29])],
+)
+def test_a_draft_that_holds_is_measured_seldom(gains: tuple[int, ...], due: list[int]) -> None:
     loop = Loop()
-    loop.economy.measured(3.0)
+    loop.economy.measured(3.0 - sum(gains))
+    for gain in gains:
+        loop.judge(3.0, 3.0 - gain, released=gain > 0)
+        loop.step(10.0, training=10.0)
+    assert not loop.last.train  # a quarter gained lately saves 7.7 s, and training takes 10
     measured = []
     while loop.version < 32:
         # What is told in a version bounds the next one's capture.
@@ -406,11 +414,10 @@ def test_a_draft_that_holds_is_measured_ever_more_seldom_and_one_that_drifts_at_
             measured.append(loop.version + 1)
             loop.economy.measured(3.0)
         loop.step(10.0)
-    assert measured == [1, 3, 7, 11, 15, 19, 23, 27, 31]
-    # Half of what would be needed: 100 * 0.6 / 3 s of 30 s.
+    assert measured == due
+    # 100 * 0.6 / 3 s: enough where training takes 10, too little where 30 are assumed.
     loop.economy.measured(2.4)
-    loop.step(10.0)
-    assert not loop.last.train
+    assert loop.step(10.0) is bool(gains)
     assert loop.economy.measures_next
 
 
