@@ -235,6 +235,10 @@ def test_shapes() -> None:
     assert shape.dense_bytes / 2 == pytest.approx(8.03e9 - 128256 * 4096, rel=2e-3)
     assert shape.context_bytes == 131072
     assert policy_shape(LLAMA, gpus=4).dense_bytes == shape.dense_bytes / 4
+    # Each GPU keeps a KV head, also where there are fewer of them.
+    few = LLAMA | {"num_key_value_heads": 4}
+    kept = [policy_shape(few, gpus).context_bytes for gpus in (2, 4, 8)]
+    assert kept == [shape.context_bytes / 4, *[shape.context_bytes / 8] * 2]
     sparse = policy_shape(
         LLAMA | {"num_local_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 14336}
     )

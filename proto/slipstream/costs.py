@@ -265,8 +265,8 @@ def policy_shape(config: Mapping[str, Any], gpus: int = 1, weight_bytes: float =
 
     Args:
         config: Hugging Face's config.json, dense or with routed experts; ``text_config`` is read.
-        gpus: accelerators that share weights and KV cache evenly; what they send one another is not
-            counted.
+        gpus: accelerators that share weights and KV cache evenly, but for KV heads, of which each
+            has at least one; what they send one another is not counted.
         weight_bytes: of a weight: 2 for bfloat16, 1 for FP8.
 
     Raises:
@@ -321,7 +321,8 @@ def policy_shape(config: Mapping[str, Any], gpus: int = 1, weight_bytes: float =
     return ModelShape(
         dense_bytes=dense * weight_bytes / gpus,
         token_flops=2 * active / gpus,
-        context_bytes=2 * 2 * layers * kv_heads * head / gpus,
+        # vLLM replicates KV heads of which there are fewer than accelerators.
+        context_bytes=2 * 2 * layers * max(1, kv_heads / gpus) * head,
         context_flops=4 * layers * heads * head / gpus,
         expert_bytes=routed * weight_bytes / gpus,
         experts=experts,
