@@ -242,10 +242,16 @@ class StepClock:
         self._scheduler.update_from_output = self._on_output
         self._sums: dict[tuple[str, int, int], list[float]] = {}
         self._since: float | None = None
+        self._untimed = 0
 
     def interrupted(self) -> None:
-        """The engine did something else than a step."""
+        """The engine did something else than a step.
+
+        Steps in flight are not counted either: their outputs wait for the engine now, and the
+        switch may have been another one when they were planned.
+        """
         self._since = None
+        self._untimed = len(self._core.batch_queue or ())
 
     def sums(self) -> list[list[Any]]:
         """[kind, requests, draft length, steps, seconds] of everything measured so far."""
@@ -259,6 +265,8 @@ class StepClock:
     def _on_output(self, scheduler_output: Any, *rest: Any, **named: Any) -> Any:
         result = self._update(scheduler_output, *rest, **named)
         since, self._since = self._since, None
+        if self._untimed:
+            since, self._untimed = None, self._untimed - 1
         if not self._switch.enabled:
             self._switch.undrafted += scheduler_output.total_num_scheduled_tokens
         if scheduler_output.total_num_scheduled_tokens:

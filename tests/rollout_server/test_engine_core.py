@@ -1,10 +1,9 @@
-"""Hooks in the engine core: prefix-cache salt with vLLM's own block hashes, step clock."""
+"""Hooks in the engine core: prefix-cache salt with vLLM's own block hashes, commits, switches."""
 
 from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Sequence
 from dataclasses import asdict
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 import pytest
 
 import rollout_server.engine_core
-from rollout_server.engine_core import EngineHooks, PrefixCacheSalt, StepClock
+from rollout_server.engine_core import EngineHooks, PrefixCacheSalt
 from rollout_server.reload import Change, Result
 from rollout_server.store import WeightSource
 from rollout_server.worker import slipstream_forget
@@ -154,121 +153,6 @@ def test_without_prefix_caching_nothing_is_hooked() -> None:
     core = SimpleNamespace(request_block_hasher=None, scheduler=scheduler)
     PrefixCacheSalt(core).advance()
     assert core.request_block_hasher is None and scheduler.add_request == "vLLM's"
-
-
-class Core:
-    """As much of vLLM's ``EngineCore`` as is looked at, with a clock that only steps move."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.now = 0.0
-        self.left = True
-        self.batch_queue = None
-        self.scheduler = SimpleNamespace(
-            schedule=lambda: None,
-            update_from_output=lambda output, result: result,
-            has_requests=lambda: self.left,
-            num_spec_tokens=3,
-        )
-        fake = SimpleNamespace(perf_counter=lambda: self.now)
-        monkeypatch.setattr(rollout_server.engine_core, "time", fake)
-        self.switch: Any = SimpleNamespace(enabled=True, undrafted=0)
-        self.clock = StepClock(self, self.switch)
-
-    def step(
-        self,
-        seconds: float,
-        requests: Sequence[int],
-        new: bool = False,
-        left: bool = True,
-        planned: int | None = None,
-    ) -> None:
-        """A step in which each request verifies so many drafts; ``planned`` are made next."""
-        self.scheduler.schedule()
-        self.now += seconds
-        self.left = left
-        names = [str(index) for index in range(len(requests))]
-        tokens = {name: 1 + drafts for name, drafts in zip(names, requests, strict=True)}
-        output = SimpleNamespace(
-            num_scheduled_tokens=tokens,
-            total_num_scheduled_tokens=sum(tokens.values()),
-            scheduled_spec_decode_tokens={
-                n: [0] * d for n, d in zip(names, requests, strict=True) if d
-            },
-            scheduled_new_reqs=["new"] if new else [],
-            num_spec_tokens_to_schedule=max(requests, default=0) if planned is None else planned,
-        )
-        assert self.scheduler.update_from_output(output, "result") == "result"
-
-    @property
-    def sums(self) -> dict[tuple[str, int, int], tuple[int, float]]:
-        return {(kind, n, k): (steps, seconds) for kind, n, k, steps, seconds in self.clock.sums()}
-
-
-@pytest.fixture
-def core(monkeypatch: pytest.MonkeyPatch) -> Core:
-    return Core(monkeypatch)
-
-
-def test_every_decode_step_of_a_server_without_a_draft_is_plain(core: Core) -> None:
-    core.scheduler.num_spec_tokens = 0
-    core.step(1.0, [0, 0], new=True)
-    core.step(0.5, [0, 0])
-    assert core.sums == {("mixed", 2, 0): (1, 1.0), ("plain", 2, 0): (1, 0.5)}
-
-
-def test_steps_by_kind_and_size(core: Core) -> None:
-    core.step(1.0, [0, 0], new=True)
-    core.step(2.0, [3, 3])
-    core.step(2.5, [3, 2])
-    core.step(1.0, [3, 0])
-    core.switch.enabled = False
-    core.step(1.0, [3, 3])
-    core.step(0.5, [0] * 5)
-    assert core.sums == {
-        ("mixed", 2, 0): (3, 3.0),
-        ("speculative", 2, 3): (2, 4.5),
-        ("plain", 6, 0): (1, 0.5),
-    }
-
-
-def test_a_step_without_drafts_is_not_plain_while_drafts_are_made(core: Core) -> None:
-    core.step(1.0, [0], planned=3)
-    assert core.sums == {("mixed", 1, 0): (1, 1.0)}
-
-
-def test_steps_count_by_draft_length_when_it_stays(core: Core) -> None:
-    core.step(1.0, [3, 3])
-    core.step(2.0, [3, 3], planned=1)
-    core.step(4.0, [1, 1])
-    core.step(8.0, [1, 1], planned=0)
-    core.step(16.0, [0, 0])
-    assert core.sums == {
-        ("speculative", 2, 3): (1, 1.0),
-        ("mixed", 2, 0): (2, 10.0),
-        ("speculative", 2, 1): (1, 4.0),
-        ("speculative", 2, 0): (1, 16.0),
-    }
-
-
-def test_a_step_lasts_from_output_to_output_while_the_engine_is_busy(core: Core) -> None:
-    core.step(1.0, [3])
-    core.now += 0.25
-    core.step(1.0, [3], left=False)
-    core.now += 100.0
-    core.step(1.0, [3])
-    assert core.sums == {("speculative", 1, 3): (3, 3.25)}
-    core.step(0.0, [])
-    core.now += 7.0
-    core.step(1.0, [3])
-    assert core.sums["speculative", 1, 3] == (4, 4.25), "an empty step says that it was idle"
-
-
-def test_an_interrupted_step_begins_anew(core: Core) -> None:
-    core.step(1.0, [3])
-    core.now += 5.0
-    core.clock.interrupted()
-    core.step(1.0, [3])
-    assert core.sums == {("speculative", 1, 3): (2, 2.0)}
 
 
 class Workers:
