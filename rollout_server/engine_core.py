@@ -229,7 +229,7 @@ class StepClock:
 
     A step lasts from one step's output to the next while the engine is busy throughout: that is
     what a waiting request sees, with and without asynchronous scheduling. The interval around a
-    worker call (a commit) is not counted.
+    worker call (a commit) or a pause is not counted.
     """
 
     def __init__(self, engine_core: Any, switch: SchedulerSwitch) -> None:
@@ -238,8 +238,10 @@ class StepClock:
         self._switch = switch
         self._schedule = self._scheduler.schedule
         self._update = self._scheduler.update_from_output
+        self._set_pause_state = self._scheduler.set_pause_state
         self._scheduler.schedule = self._on_schedule
         self._scheduler.update_from_output = self._on_output
+        self._scheduler.set_pause_state = self._on_pause
         self._sums: dict[tuple[str, int, int], list[float]] = {}
         self._since: float | None = None
         self._untimed = 0
@@ -261,6 +263,10 @@ class StepClock:
         if self._since is None:
             self._since = time.perf_counter()
         return self._schedule(*args, **named)
+
+    def _on_pause(self, *args: Any, **named: Any) -> Any:
+        self.interrupted()
+        return self._set_pause_state(*args, **named)
 
     def _on_output(self, scheduler_output: Any, *rest: Any, **named: Any) -> Any:
         result = self._update(scheduler_output, *rest, **named)

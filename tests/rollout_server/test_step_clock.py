@@ -23,6 +23,7 @@ class Core:
             schedule=lambda: None,
             update_from_output=lambda output, result: result,
             has_requests=lambda: self.left,
+            set_pause_state=lambda pause_state: None,
             num_spec_tokens=3,
         )
         fake = SimpleNamespace(perf_counter=lambda: self.now)
@@ -139,3 +140,12 @@ def test_what_was_in_flight_at_a_worker_call_is_not_timed(core: Core) -> None:
     assert core.sums == {("plain", 2, 0): (1, 1.0)}
     core.step(2.0, [3, 3])
     assert core.sums == {("plain", 2, 0): (1, 1.0), ("speculative", 2, 3): (1, 2.0)}
+
+
+def test_a_pause_is_not_a_step(core: Core) -> None:
+    core.step(1.0, [3])
+    core.scheduler.set_pause_state("PAUSED_ALL")
+    core.now += 60.0
+    core.scheduler.set_pause_state("UNPAUSED")
+    core.step(1.0, [3])
+    assert core.sums == {("speculative", 1, 3): (2, 2.0)}
