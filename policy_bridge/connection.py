@@ -42,6 +42,7 @@ _BATCH_BYTES = 16 << 20
 # More than a sample's header, or a piece of a payload, takes in a message beside its own bytes.
 _HEADER_BYTES, _FIELD_BYTES = 64, 16
 _MOST_LOST = 3
+_OUTCOMES = {pb.ACK_STATUS_ACCEPTED: "accepted", pb.ACK_STATUS_DUPLICATE: "duplicate"}
 """Files lost one soon after the other, after which states go inline."""
 
 
@@ -249,7 +250,8 @@ class Connection:
         def fits(entry: Entry) -> bool:
             nonlocal message, size, lent
             most, before = _message_bytes(entry, shared), message
-            if before and (entry.header.aux_layers != layers or not knows(entry.version)):
+            # Not of the first alone: it may have been superseded during the wait for credit.
+            if entry.header.aux_layers != layers or not knows(entry.version):
                 return False
             if before and (size + most > bound or lent + entry.nbytes > flight):
                 return False
@@ -351,15 +353,19 @@ class Connection:
             self._announcer.announce(version, self._config.announce_seconds)
         except grpc.RpcError as error:
             refusal = refused_from(error)
-            # A trainer that restarted does not know the session: a new run mends that. One that
-            # has too much to do just now ("server.max_calls") is asked again.
             field = "session_id" if refusal is None else refusal.field
+            # The trainer has too much to do just now, or the lead has yet to announce it.
+            later = field == "server.max_calls" or (
+                field == "lead"
+                and self._announcer.awaits_lead(version, self._config.announce_seconds)
+            )
+            if later:
+                # Jitter, so that many ranks do not ask in step.
+                self._stop.wait(_TICK * random.uniform(0.5, 1.5))
+                return True
+            # A trainer that restarted does not know the session: a new run mends that.
             if refusal is None or field.endswith("session_id") or field.startswith("server."):
                 raise
-            seconds = self._config.announce_seconds
-            if field == "lead" and self._announcer.awaits_lead(version, seconds):
-                self._stop.wait(_TICK)
-                return True
             self._note(refusal)
             if field != "lead":
                 # Else later samples of it may find it announced.
@@ -371,13 +377,11 @@ class Connection:
 
     def _on_acks(self, batch: pb.AckBatch) -> None:
         self.wanted_tokens = batch.wanted_tokens
-        settled, unread = [], []
+        settled: dict[str, list[str]] = {"accepted": [], "duplicate": [], "": []}
+        unread = []
         for ack in batch.acks:
-            if ack.status == pb.ACK_STATUS_ACCEPTED:
-                self._counters.add(accepted=1)
-            elif ack.status == pb.ACK_STATUS_DUPLICATE:
-                self._counters.add(duplicate=1)
-            else:
+            outcome = _OUTCOMES.get(ack.status, "")
+            if not outcome:
                 refusal = RefusedError.from_proto(ack.refusal)
                 shared = self._shared
                 if refusal.field == "shared_memory" and shared is not None:
@@ -387,16 +391,14 @@ class Connection:
                     continue
                 if self._counters.refused(refusal.field):
                     logger.error("the trainer refuses samples: %s", refusal)
-            settled.append(ack.sample_id)
-        # Counted first: who waits for an empty outbox then reads the counters.
+            settled[outcome].append(ack.sample_id)
         self._outbox.requeue(*unread)
-        self._outbox.settle(*settled)
+        for outcome, sample_ids in settled.items():
+            self._outbox.settle(*sample_ids, outcome=outcome)
 
     def _set_connected(self, value: bool) -> None:
         with self._changed:
             self.connected = value
-            if not value:
-                self.wanted_tokens = 0
             self._attempted = True
             self._changed.notify_all()
 

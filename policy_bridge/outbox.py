@@ -247,8 +247,13 @@ class Outbox:
         with self._changed:
             self._changed.wait_for(lambda: self._flight <= nbytes, timeout)
 
-    def settle(self, *sample_ids: str) -> int:
-        """Forget acknowledged samples; how many of them were held as sent."""
+    def settle(self, *sample_ids: str, outcome: str = "") -> int:
+        """Forget acknowledged samples, counted under ``outcome`` if there is one.
+
+        Returns:
+            How many of them were held as sent, and counted: what was shed on its way is counted
+            already.
+        """
         with self._changed:
             settled = 0
             for sample_id in sample_ids:
@@ -256,6 +261,9 @@ class Outbox:
                     self._drop(sample_id)
                     settled += 1
                 self._unpin(sample_id)
+            if outcome and settled:
+                # Before the notice: who waits for an empty outbox then reads the counters.
+                self._counters.add(**{outcome: settled})
             self._changed.notify_all()
             return settled
 

@@ -150,7 +150,8 @@ def test_what_is_shed_in_flight_keeps_its_part_of_the_file(counters: Counters) -
     assert newest.header.packed.span.offset != place
     assert first.read().tobytes() == block.tobytes()
     # Answered late: it is not counted again, and its part is free.
-    assert outbox.settle("a") == 0 and outbox.flight == 0
+    assert outbox.settle("a", outcome="accepted") == 0 and outbox.flight == 0
+    assert counters.snapshot().accepted == 0
     assert outbox.put(sample("g", 2))
     assert outbox._held["g"].header.packed.span.offset == place
 

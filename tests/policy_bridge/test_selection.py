@@ -135,6 +135,25 @@ def test_a_trainer_that_does_not_train_is_sent_what_it_has_a_use_for(
         assert len(trainer.samples) - before == more, "each answer holds from then on"
 
 
+def test_what_a_trainer_has_a_use_for_is_known_when_its_stream_is_opened_again(
+    trainer: FakeTrainer, connect: Connect
+) -> None:
+    model, data = make_model(), batch((10,) * 12)
+    trainer.wanted_tokens = 45
+    server = trainer.serve()
+    bridge = connect(server.address, model=model, version=1)
+    ship(bridge, model, data)
+    assert bridge.flush(DEADLINE) and len(trainer.samples) == 12
+    server.kill()
+    with trainer.serve(server.port):
+        trainer.wait_for(lambda: trainer.sessions == 2)
+        assert bridge.wait_connected(DEADLINE)
+        sync(bridge, 2)
+        ship(bridge, model, data)
+        assert bridge.flush(DEADLINE)
+    assert len(trainer.samples) == 12 + 4
+
+
 def test_what_a_trainer_has_a_use_for_is_of_all_windows_of_a_version(
     trainer: FakeTrainer, connect: Connect
 ) -> None:

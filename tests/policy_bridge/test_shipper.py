@@ -227,3 +227,28 @@ def test_ids_are_unique_over_bridges_of_one_run(trainer: FakeTrainer, connect: C
             ship(bridge, model, data)
     assert len(trainer.samples) == len(trainer.received) == 6
     assert all(isinstance(s, Sample) for s in trainer.samples.values())
+
+
+def test_what_takes_the_place_of_a_sample_that_waits_for_credit_is_announced_first(
+    trainer: FakeTrainer, connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits, superseded = threading.Event(), threading.Event()
+
+    def wait(*_: object) -> bool:
+        waits.set()
+        return superseded.wait(DEADLINE)
+
+    monkeypatch.setattr("policy_bridge.connection.Connection._wait_to_send", wait)
+    model, data = make_model(), batch((10,))
+    bridge = connect(model=model, version=1)
+    ship(bridge, model, data)
+    assert waits.wait(DEADLINE)
+    sync(bridge, 2)
+    bridge._outbox.shed("superseded", 1)
+    ship(bridge, model, data)
+    assert bridge._copier.wait_idle(DEADLINE)
+    superseded.set()
+    assert bridge.flush(DEADLINE)
+    stats = bridge.stats()
+    assert (stats.accepted, stats.refused, stats.shed) == (1, 0, {"superseded": 1})
+    assert trainer.events.index(("announced", 2)) < trainer.events.index(("sample", 2))
