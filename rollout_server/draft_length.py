@@ -210,14 +210,18 @@ class LengthControl:
         self._timed = dict.fromkeys((OFF, 0, *chooser.lengths), -math.inf)
         self._tried = dict(self._timed)
 
-    async def update(self, sums: StepSums) -> None:
-        """With the newest measurements. Raises RefusedError: the engine did not answer."""
+    async def update(self, sums: StepSums) -> float | None:
+        """With the newest measurements.
+
+        Returns:
+            the chooser's speed-up: by the lengths in use at each batch size.
+
+        Raises:
+            RefusedError: the engine did not answer.
+        """
         chooser, now = self.chooser, sum(total.seconds for total in sums.values())
         rates = self._tracker.recent.rates()
         steps = chooser.add(sums, rates)
-        # By the lengths in use at each batch size, where the last minute's mean is by one.
-        if self._tracker.speed_up is not None:
-            self._tracker.speed_up = chooser.speed_up
         self._timed |= dict.fromkeys(steps, now)
         if self._version != self._tracker.live:
             self._version, self._retry_after = self._tracker.live, RETRY_SECONDS
@@ -235,7 +239,7 @@ class LengthControl:
                     chooser.table, chooser.speed_up = before
                     if now - self._tried[oldest] > LATELY_SECONDS:
                         await self._refresh(oldest, now, max(steps.values()))
-                    return
+                    return chooser.speed_up
         if chooser.table != self._live:
             await self._set_lengths(chooser.table)
             self._live, self._off_since = chooser.table, now
@@ -244,6 +248,7 @@ class LengthControl:
         since = max(self._timed[oldest], self._tried[oldest])
         if steps and chooser.table and now - since >= REFRESH_SECONDS:
             await self._refresh(oldest, now, max(steps.values()))
+        return chooser.speed_up
 
     def _oldest(self, lengths: Iterable[int]) -> int:
         """That of which no step was timed for the longest time."""

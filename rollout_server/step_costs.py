@@ -93,7 +93,7 @@ class StepCosts:
 
     def speed_up(self, now: float) -> float | None:
         """Of generation over none in the last minute; None where that is not known."""
-        length = self._length(now)
+        length = self.length(now)
         if length is None or self.break_even is None:
             return None
         return length / self.break_even
@@ -102,6 +102,19 @@ class StepCosts:
         """Whether it does over the last minute; None where that is not known."""
         speed_up = self.speed_up(now)
         return None if speed_up is None else speed_up > 1.0
+
+    def length(self, now: float) -> float | None:
+        """Acceptance length of the live draft in the last minute; None while drafts are few."""
+        last = self._readings[-1] if self._readings else None
+        if last is None or last.live is None or now - last.at > WINDOW_SECONDS:
+            return None
+        drafts = tokens = 0
+        for reading in reversed(self._readings):
+            if reading.live is None or reading.live.draft_version != last.live.draft_version:
+                break
+            drafts = last.live.drafts - reading.live.drafts
+            tokens = last.live.accepted_tokens - reading.live.accepted_tokens
+        return 1 + tokens / drafts if drafts >= LEAST_DRAFTS else None
 
     def _plain(self, requests: int) -> StepSum:
         return self.sums.get((PLAIN, requests, 0), StepSum())
@@ -115,18 +128,6 @@ class StepCosts:
                 old = before.get(key, StepSum())
                 recent[key] = StepSum(total.steps - old.steps, total.seconds - old.seconds)
         return recent
-
-    def _length(self, now: float) -> float | None:
-        last = self._readings[-1] if self._readings else None
-        if last is None or last.live is None or now - last.at > WINDOW_SECONDS:
-            return None
-        drafts = tokens = 0
-        for reading in reversed(self._readings):
-            if reading.live is None or reading.live.draft_version != last.live.draft_version:
-                break
-            drafts = last.live.drafts - reading.live.drafts
-            tokens = last.live.accepted_tokens - reading.live.accepted_tokens
-        return 1 + tokens / drafts if drafts >= LEAST_DRAFTS else None
 
     def _cost(self) -> float | None:
         """A speculative step in plain ones, weighted by what the last minute's steps were."""
@@ -145,7 +146,8 @@ class CostWatch:
     Args:
         without_speculation: turns drafting off while it is entered, to measure what a plain step of
             as many requests costs where that is not known; None: never.
-        measured: is given the sums after each reading.
+        measured: is given the sums after each reading, and returns the speed-up in place of that of
+            ``costs``.
         engines: whose steps are in the sums.
     """
 
@@ -155,7 +157,7 @@ class CostWatch:
         tracker: AcceptanceTracker,
         costs: StepCosts,
         without_speculation: Callable[[], AbstractAsyncContextManager[None]] | None = None,
-        measured: Callable[[StepSums], Awaitable[None]] | None = None,
+        measured: Callable[[StepSums], Awaitable[float | None]] | None = None,
         engines: int = 1,
     ) -> None:
         self._measured = measured
@@ -211,9 +213,13 @@ class CostWatch:
                 # Without requests there are no plain steps to time.
                 if await self.read():
                     await self.probe()
-                self._tracker.speed_up = self._costs.speed_up(time.monotonic())
+                now = time.monotonic()
+                speed_up = self._costs.speed_up(now)
                 if self._measured is not None:
-                    await self._measured(self._costs.sums)
+                    by_lengths = await self._measured(self._costs.sums)
+                    # Needs no plain steps of the last minute's sizes, but drafts.
+                    speed_up = None if self._costs.length(now) is None else by_lengths
+                self._tracker.speed_up = speed_up
             except RefusedError as error:
                 # An engine that died ends the server; one that is slow is asked again.
                 logger.warning("step costs: %s", error)

@@ -28,7 +28,15 @@ from rollout_server.draft_length import (
     lengths_to_choose,
     sizes_to_measure,
 )
-from rollout_server.step_costs import MIXED, PLAIN, SPECULATIVE, StepSum, StepSums
+from rollout_server.step_costs import (
+    MIXED,
+    PLAIN,
+    SPECULATIVE,
+    CostWatch,
+    StepCosts,
+    StepSum,
+    StepSums,
+)
 
 SIZES = (1, 4, 16, 64)
 FRESH = (0.9, 0.8, 0.7)
@@ -286,6 +294,32 @@ def test_each_try_of_one_draft_comes_after_twice_the_time(
     server.tracker.switch(1, [server.tracker.all.drafts])
     assert tried_after(0)
     assert tried_after(RETRY_SECONDS + 1), "another draft"
+
+
+def test_the_speed_up_is_known_before_many_plain_steps_were_taken(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("rollout_server.step_costs.READ_SECONDS", 0.0)
+    server, costs = Server(FRESH), StepCosts()
+    server.sums = dict(measured(steps=5))
+
+    async def step_sums() -> StepSums:
+        server.step(100, 3, 1)
+        server.tracker.record(100, 300, 240, [90, 80, 70])
+        return server.sums
+
+    async def look() -> None:
+        watch = CostWatch(step_sums, server.tracker, costs, measured=server.control.update)
+        watch.start()
+        while server.tracker.speed_up is None:
+            server.tracker.generated(1)
+            await asyncio.sleep(0)
+        await watch.stop()
+
+    asyncio.run(asyncio.wait_for(look(), 30))
+    assert costs.break_even is None, "5 plain steps of a size"
+    speed_up = server.control.chooser.speed_up
+    assert speed_up is not None and server.tracker.speed_up == speed_up > 1
 
 
 async def no_sleep(seconds: float) -> None:

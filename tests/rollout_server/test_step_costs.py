@@ -146,8 +146,9 @@ def test_an_idle_server_goes_on_drafting(monkeypatch: pytest.MonkeyPatch) -> Non
     tracker.generated(1)
     engine = Drafting(tracker, idle=True)
 
-    async def measured(*sums: object) -> None:
+    async def measured(sums: StepSums) -> float:
         rounds.release()
+        return 1.5
 
     async def look() -> None:
         watch = CostWatch(engine.step_sums, tracker, costs, engine.without_speculation, measured)
@@ -160,6 +161,7 @@ def test_an_idle_server_goes_on_drafting(monkeypatch: pytest.MonkeyPatch) -> Non
     asyncio.run(asyncio.wait_for(look(), 30))
     assert costs.unknown_size == 4
     assert engine.turned == []
+    assert tracker.speed_up is None, "nothing is drafted"
 
 
 def test_the_speed_up_is_what_a_step_yields_over_what_it_costs_in_the_last_minute() -> None:
