@@ -69,11 +69,16 @@ def test_a_trainer_with_too_much_to_do_is_asked_again(
     busy = RefusedError("server.max_calls", 4, 4, "wait", StatusCode.RESOURCE_EXHAUSTED)
     trainer.refuse_announcements = [busy, busy, busy]
     model = make_model()
-    bridge = connect(model=model, version=1)
+    bridge = connect(model=model, version=1, strict=True)
     ship(bridge, model, batch((10,) * 3))
+    trainer.wait_for(lambda: trainer.events.count(("AnnouncePolicy", -1)) >= 2)
+    assert not isinstance(bridge.capture(), NullCapture)
     assert bridge.flush(DEADLINE)
-    assert (bridge.stats().accepted, bridge.stats().shed) == (3, {})
+    stats = bridge.stats()
+    assert (stats.accepted, stats.shed) == (3, {})
     assert trainer.refuse_announcements == []
+    # On the stream that it has; no window is refused meanwhile.
+    assert (stats.connects, stats.last_error) == (1, "")
 
 
 def test_a_stream_without_news_is_opened_again(trainer: FakeTrainer, connect: Connect) -> None:
