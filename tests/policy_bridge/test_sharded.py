@@ -267,6 +267,21 @@ def test_a_wrong_scale_is_refused_where_the_loop_scales_in_place(
     assert not trainer.samples
 
 
+def test_a_fused_loss_of_a_sharded_policy_is_refused(
+    one_rank: None, trainer: FakeTrainer, connect: Connect
+) -> None:
+    """Nobody calls lm_head, and a rank has a part of its weight: log-probs are not enough."""
+    model, data = make_model(), batch((9, 7))
+    fully_shard(model)
+    model.forward = lambda *given, **named: model.model(*given, **named)
+    bridge = connect(model=model, version=1, modules=ModulePaths(final_norm="model.norm"))
+    with torch.no_grad(), bridge.capture() as capture:
+        model(data["input_ids"], attention_mask=data["attention_mask"])
+        capture.ship(**data, sampled_logprobs=torch.full((2, 8), -2.0))
+    assert bridge.stats().capture_off_reason.startswith("sampled_logits: found not given")
+    assert bridge.flush(DEADLINE) and not trainer.samples
+
+
 WRITES: dict[str, Callable[[torch.nn.Module], object]] = {
     "added": lambda model: model.lm_head.weight.add_(1.0),
     "copied": lambda model: model.lm_head.weight.copy_(model.lm_head.weight.clone()),
