@@ -183,7 +183,7 @@ class VllmEngine:
         result = Result.all_of(results)
         if result.restored and result.split(results):
             undone = await self._apply_on_each([change.undone() for change in changes])
-            result = result.taken_back(undone)
+            result = result.taken_back(results, undone)
         return result
 
     async def _apply_on_each(self, changes: Sequence[Change]) -> list[Result]:

@@ -384,7 +384,7 @@ class EngineHooks:
         if result.split(results):
             undo = [change.undone().to_message() for change in changes]
             undone = [Result(**r) for r in self._rpc("slipstream_apply", timeout, (undo,))]
-            result = result.taken_back(undone)
+            result = result.taken_back(results, undone)
         requests: dict[str, int] = {}
         if not result.error and any(change.kind == "policy" for change in changes):
             self._new_salt(policy=True)

@@ -93,9 +93,14 @@ class Result:
         """Whether some of ``results``, whose sum this is, applied it and others did not."""
         return bool(self.error) and not all(each.error for each in results)
 
-    def taken_back(self, undone: Sequence[Result]) -> Result:
-        """This, after those that had applied it were given the old weights again."""
-        return replace(self, restored=self.restored and not any(each.error for each in undone))
+    def taken_back(self, results: Sequence[Result], undone: Sequence[Result]) -> Result:
+        """This, after all of ``results`` were given the old weights again.
+
+        Those that had not applied it have their old weights also where they refuse that.
+        """
+        each = zip(results, undone, strict=True)
+        done = all(undo.restored and (one.error or not undo.error) for one, undo in each)
+        return replace(self, restored=self.restored and done)
 
 
 @dataclass(frozen=True)

@@ -86,6 +86,10 @@ def test_a_core_that_cannot_follow_takes_the_others_back() -> None:
     assert client.calls[2:] == [("0", "old"), ("1", "old")]
     client = Client()
     client.errors[b"1"] = ["no memory", "no memory"]
+    with pytest.raises(RefusedError, match="the old weights are live again"):
+        asyncio.run(VllmEngine(client).apply([DRAFT]))
+    client = Client()
+    client.errors = {b"0": ["", "no memory"], b"1": ["no memory"]}
     with pytest.raises(UntrustedEngineError):
         asyncio.run(VllmEngine(client).apply([DRAFT]))
 

@@ -159,7 +159,7 @@ class Workers:
     """``collective_rpc`` of an engine core with two workers."""
 
     def __init__(self) -> None:
-        self.errors = ["", ""]
+        self.errors = self.undo_errors = ["", ""]
         self.restored = self.answers = True
         self.applied: list[list[str]] = []
         self.encoders: list[Any] = []
@@ -173,7 +173,7 @@ class Workers:
         self.applied.append([message["new"]["directory"] for message in messages])
         if not self.answers:
             raise TimeoutError
-        errors, self.errors = self.errors, ["", ""]
+        errors, self.errors = self.errors, self.undo_errors
         return [asdict(Result(0.01 * n, e, self.restored)) for n, e in enumerate(errors)]
 
 
@@ -282,6 +282,16 @@ def test_workers_that_disagree_get_the_old_weights_back(hooks: EngineHooks) -> N
     workers.errors = ["no memory", "no memory"]
     hooks.apply([change("policy")], 1.0)
     assert workers.applied[2:] == [["new"]], "each has put its own back"
+
+
+@pytest.mark.parametrize(("refuses", "known"), [(1, True), (0, False)])
+def test_a_worker_without_room_that_was_not_written_to_needs_no_old_weights(
+    hooks: EngineHooks, refuses: int, known: bool
+) -> None:
+    workers = hooks.core.collective_rpc  # type: ignore[attr-defined]
+    workers.errors = ["", "no room"]
+    workers.undo_errors = ["no room" if n == refuses else "" for n in range(2)]
+    assert hooks.apply([change("policy")], 1.0)["restored"] is known
 
 
 def test_an_engine_with_unknown_weights_takes_no_step(hooks: EngineHooks) -> None:
