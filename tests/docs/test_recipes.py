@@ -36,7 +36,7 @@ RECIPES = (
     *("TRL's asynchronous trainer", "verl", "NeMo RL and Megatron: pipeline stages"),
     *("SkyRL", "prime-rl", "OpenRLHF", "Policies through vLLM's own weight transfer"),
 )
-"""Sections that are run here; the last is of integrations.md."""
+"""Sections that are run here; the last, of integrations.md, in ``test_weight_transfer.py``."""
 PAGES = {
     **{"OpenRLHF": "recipes_openrlhf.md", RECIPES[2]: "recipes_pipelines.md"},
     RECIPES[-1]: "integrations.md",
@@ -52,11 +52,12 @@ def section(title: str) -> str:
     return found
 
 
-def run(title: str, **surroundings: object) -> dict[str, Any]:
-    """What the section's only block defines."""
-    (block,) = re.findall(r"^```python\n(.*?)^```", section(title), re.MULTILINE | re.DOTALL)
+def run(title: str, number: int = 1, of: int = 1, **surroundings: object) -> dict[str, Any]:
+    """What a block defines: of a section with one, or number so much of so many."""
+    blocks = re.findall(r"^```python\n(.*?)^```", section(title), re.MULTILINE | re.DOTALL)
+    assert len(blocks) == of
     names = dict(surroundings)
-    exec(compile(block, title, "exec"), names)
+    exec(compile(blocks[number - 1], title, "exec"), names)
     return names
 
 
@@ -449,21 +450,3 @@ def test_megatron_pipeline(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     for sample in rig.trainer.samples.values():
         row = rig.trainer.tensor(sample, "aux")
         assert row.shape == (len(sample.token_ids), 3 * 32)
-
-
-def test_weight_transfer_of_vllm(rig: Rig) -> None:
-    sent: list[int] = []
-    config = BridgeConfig(trainer=rig.address, run_id="external")
-    with connected(PolicyBridge(make_model(), config)) as bridge:
-        run(
-            RECIPES[-1],
-            bridge=bridge,
-            version=5,
-            names=["lm_head.weight"],
-            dtypes=["bfloat16"],
-            shapes=[[VOCAB, 32]],
-            broadcast_weights=lambda: sent.append(1),
-        )
-    (update,) = rig.rollout.updates.values()
-    assert '"dtype_names": ["bfloat16"]' in update
-    assert sent == [1] and len(rig.rollout.commits) == 1

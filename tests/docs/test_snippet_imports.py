@@ -19,7 +19,7 @@ YOURS = {
     *("model", "optimizer", "rewards", "args", "dataset", "prompts", "steps", "loss", "T"),
     *("generate_and_score", "sampled_log_probs", "micro_batches", "whole", "policy", "worker"),
     *("data", "generation", "finals", "bridge", "version", "pipeline_ranks"),
-    *("names", "dtypes", "shapes", "broadcast_weights"),
+    *("names", "dtypes", "shapes", "broadcast_weights", "whole_weights"),
 }
 """What a snippet takes from the loop that it goes into."""
 
