@@ -294,3 +294,10 @@ def test_blocks_that_are_run_elsewhere_are_there() -> None:
         assert path.stem in (ROOT / test).read_text().lower()
     for page, first in BEFORE:
         assert any(b.startswith(first) for b in blocks(page)), (page, first)
+
+
+def test_servers_of_the_first_hour_sample_as_capture_is_told() -> None:
+    """A request's own parameters alone, whatever the policy's generation_config.json says."""
+    for path in (ROOT / "README.md", ROOT / "docs" / "tutorial.md"):
+        started = [b for _, b in BLOCK.findall(path.read_text()) if "rollout-server serve" in b]
+        assert started and all("--generation-config vllm" in block for block in started), path
