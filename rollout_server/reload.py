@@ -119,6 +119,10 @@ class LiveModel:
     standby: Standby | None = None
     receive: Callable[[str], None] | None = None
 
+    def reloads(self, new: WeightSource) -> bool:
+        """Whether ``apply`` would load these weights layer by layer over the live ones."""
+        return self.standby is None or not (self.standby.is_ready(new) or is_derived(self.model))
+
     def apply(self, new: WeightSource, old: WeightSource) -> None:
         """Swap or reload.
 

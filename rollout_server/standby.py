@@ -105,6 +105,11 @@ class Standby:
         self._start(self._entries[source], load, evicted)
         return WORKING
 
+    def is_ready(self, source: WeightSource) -> bool:
+        """Whether these weights can be swapped in."""
+        entry = self._entries.get(source)
+        return entry is not None and entry.state == READY
+
     def load(self, source: WeightSource) -> None:
         """Make these weights ready in the engine's time, where a reload is not possible.
 
@@ -123,9 +128,9 @@ class Standby:
 
         Raises RuntimeError: the device failed in the middle; nothing is ready any more.
         """
-        entry = self._entries.get(new)
-        if entry is None or entry.state != READY:
+        if not self.is_ready(new):
             return False
+        entry = self._entries[new]
         copy = entry.copy
         try:
             pairs = copy.pairs()

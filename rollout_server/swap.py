@@ -47,6 +47,9 @@ _SMALL = 1 << 16
 _EXPERTS = "RoutedExperts"
 """vLLM's class whose buffers no loader fills: with expert parallelism, which rank has which."""
 
+_DEFAULT_POOL = (0, 0)
+"""torch's pool of memory that any tensor may get."""
+
 _PIECE = 16 << 20
 """Elements that are copied at a time on an accelerator."""
 
@@ -211,8 +214,16 @@ def must_pin(device: torch.device, needed: int, owed: Callable[[], int]) -> bool
 
 
 def free_bytes(device: torch.device) -> int:
-    """Of a CUDA device: what the driver has, and what torch keeps without using it."""
-    kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    """Of a CUDA device: what the driver has, and what torch keeps without using it.
+
+    What torch keeps for CUDA graphs, or in another private pool, is for that pool alone.
+    """
+    index = torch.cuda.current_device() if device.index is None else device.index
+    kept = sum(
+        segment["total_size"] - segment["active_size"]
+        for segment in torch.cuda.memory_snapshot()
+        if segment["device"] == index and segment["segment_pool_id"] == _DEFAULT_POOL
+    )
     return torch.cuda.mem_get_info(device)[0] + kept
 
 

@@ -11,7 +11,7 @@ import functools
 import json
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -178,8 +178,9 @@ def slipstream_apply(self: Any, messages: list[Mapping[str, Any]]) -> dict[str, 
     changes.sort(key=lambda each: bool(each[0].new.transfer))
     try:
         for change, live in changes:
-            if change.kind != "draft":
-                check_room(live.model)
+            if live.reloads(change.new):
+                draft = change.kind == "draft"
+                check_room(live.model, {*self.get_model().modules()} if draft else ())
     except RefusedError as error:
         return asdict(Result(0.0, str(error)))
     with set_current_vllm_config(config):
@@ -309,16 +310,21 @@ def reserve_standby(worker_class: type) -> None:
     worker_class.determine_available_memory = leaving_room  # type: ignore[attr-defined]
 
 
-def check_room(model: torch.nn.Module) -> None:
+def check_room(model: torch.nn.Module, without: Container[torch.nn.Module] = ()) -> None:
     """Refuse to begin a reload that memory is too short for.
 
     A layer-wise reload holds one layer twice. Where that fails, the old weights cannot be loaded
     either, and the server would have to stop.
 
+    Args:
+        model: the live policy or draft.
+        without: modules that are not reloaded: a draft's that are the verifier's.
+
     Raises RefusedError: naming the bytes.
     """
     devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
-    layers = (sum(p.nbytes for p in m.parameters(recurse=False)) for m in model.modules())
+    reloaded = (module for module in model.modules() if module not in without)
+    layers = (sum(p.nbytes for p in m.parameters(recurse=False)) for m in reloaded)
     needed = max(layers, default=0)
     for device in devices:
         free = free_bytes(device)

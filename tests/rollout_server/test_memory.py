@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from rollout_server import swap, worker
 from rollout_server.read_back import SAME, element_hash
-from rollout_server.reload import Change
+from rollout_server.reload import Change, Result
 from rollout_server.standby import READY, Standby
 from rollout_server.store import WeightSource
 from rollout_server.swap import must_pin, swap_contents
@@ -36,12 +36,18 @@ CUDA = torch.device("cuda", 0)
 
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> types.SimpleNamespace:
-    """A GPU's numbers: what the driver has free, what torch keeps, what of that is in use."""
-    numbers = types.SimpleNamespace(free=0, reserved=0, allocated=0)
+    """A GPU's numbers: what the driver has free, what torch keeps, and its segments."""
+    numbers = types.SimpleNamespace(free=0, reserved=0, segments=[])
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (numbers.free, 80 << 30))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: numbers.reserved)
-    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: numbers.allocated)
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: numbers.segments)
     return numbers
+
+
+def segment(total: int, active: int, pool: tuple[int, int] = (0, 0), on: int = 0) -> dict[str, Any]:
+    """One of torch's, as far as is looked at."""
+    found = {"total_size": total * MIB, "active_size": active * MIB}
+    return {**found, "segment_pool_id": pool, "device": on}
 
 
 def linear(size: int) -> nn.Linear:
@@ -95,7 +101,8 @@ def test_standby_copies_are_left_out_of_the_kv_cache_and_the_engines_share_stays
 def test_a_copy_goes_to_the_host_where_the_engine_still_needs_the_device(
     device: types.SimpleNamespace,
 ) -> None:
-    device.free, device.reserved, device.allocated = 50 * MIB, 30 * MIB, 10 * MIB
+    graphs, other = segment(400, 0, pool=(0, 1)), segment(400, 0, on=1)
+    device.free, device.segments = 50 * MIB, [segment(20, 10), segment(10, 0), graphs, other]
     assert not must_pin(CUDA, 56 * MIB, lambda: 0), "what torch keeps unused counts"
     assert must_pin(CUDA, 57 * MIB, lambda: 0)
     assert must_pin(CUDA, 16 * MIB, lambda: 51 * MIB)
@@ -109,7 +116,7 @@ def test_a_policy_is_not_reloaded_where_one_layer_does_not_fit_twice(
     with FakeTensorMode():
         for module, size in zip(policy, (1024, 2048, 512), strict=True):
             module.weight = nn.Parameter(torch.empty(size, size, device=CUDA))
-    device.free, device.allocated, device.reserved = 15 * MIB, 5 * MIB, 5 * MIB
+    device.free, device.segments = 15 * MIB, [segment(5, 5), segment(64, 0, pool=(0, 1))]
     config = types.SimpleNamespace(model_config=None, lora_config=None)
     server = types.SimpleNamespace(get_model=lambda: policy, vllm_config=config)
     loaded: list[object] = []
@@ -123,6 +130,41 @@ def test_a_policy_is_not_reloaded_where_one_layer_does_not_fit_twice(
     with pytest.raises(RefusedError):
         device.free -= MIB
         worker.check_room(policy)
+
+
+@pytest.mark.parametrize(("ready", "free"), [(False, 15), (False, 16), (True, 0)])
+def test_a_draft_that_cannot_be_swapped_needs_room_for_its_largest_layer_twice(
+    device: types.SimpleNamespace, monkeypatch: pytest.MonkeyPatch, ready: bool, free: int
+) -> None:
+    policy, draft = nn.Module(), nn.Module()
+    with FakeTensorMode():
+        for module, size in ((policy, 4096), (draft, 2048)):
+            module.weight = nn.Parameter(torch.empty(size, size, device=CUDA))
+    draft.embed_tokens = policy  # The verifier's own: it is not reloaded.
+    standby = Standby(lambda: policy, lambda: draft, None)  # type: ignore[arg-type]
+    monkeypatch.setattr(standby, "is_ready", lambda source: ready)
+    settings = types.SimpleNamespace(draft_model_config=None)
+    server = types.SimpleNamespace(
+        get_model=lambda: policy,
+        get_draft_model=lambda: draft,
+        vllm_config=types.SimpleNamespace(speculative_config=settings, lora_config=None),
+        slipstream_hooks=types.SimpleNamespace(standby=standby),
+    )
+    applied: list[object] = []
+
+    def apply_all(changes: list[object]) -> Result:
+        applied.extend(changes)
+        return Result(0.0)
+
+    monkeypatch.setattr(worker, "apply_all", apply_all)
+    monkeypatch.setattr("vllm.config.set_current_vllm_config", contextlib.nullcontext)
+    device.free = free * MIB
+    change = Change("draft", WeightSource("/new"), WeightSource("/old")).to_message()
+    answer = slipstream_apply(server, [change])
+    if ready or free == 16:
+        assert answer["error"] == "" and applied
+    else:
+        assert "16777216 bytes" in answer["error"] and answer["restored"] and not applied
 
 
 @pytest.mark.parametrize("draft", [nn.Sequential(linear(32)), None], ids=["draft", "without"])
