@@ -121,8 +121,9 @@ class RolloutControl:
     def not_ready(self) -> str:
         """Why no requests should be sent here; empty while the server is ready.
 
-        A server that is not ready still serves: a bad draft costs speed, never a wrong token.
-        Balancers and operators see it, and the trainer replaces the draft.
+        A server that is not ready still serves: a bad draft costs speed, and no wrong token unless
+        its logits are NaN (docs/mechanisms.md). Balancers and operators see it, and the trainer
+        replaces the draft.
         """
         return "; ".join(self._against[source] for source in sorted(self._against))
 

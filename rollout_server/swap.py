@@ -302,10 +302,17 @@ def _drop_unloaded(copy: nn.Module) -> None:
 
 def standby_bytes(policy: nn.Module, draft: nn.Module) -> int:
     """What the standby copies of a draft take at most: the previous release and the staged one."""
+    return MOST_COPIES * sum(tensor.nbytes for tensor in own_tensors(policy, draft))
+
+
+def own_tensors(policy: nn.Module, draft: nn.Module) -> list[torch.Tensor]:
+    """A draft's parameters and what is derived from them, but for those in the verifier's memory.
+
+    Of no size are those that a CPU packs away.
+    """
     shared = storages(policy)
     tensors = [*draft.parameters(), *(tensor for _, tensor in derived(draft))]
-    own = (t for t in tensors if t.untyped_storage().data_ptr() not in shared)
-    return MOST_COPIES * sum(t.nbytes for t in own)
+    return [t for t in tensors if t.untyped_storage().data_ptr() not in shared]
 
 
 def pairs_of(modules: Iterable[tuple[nn.Module, nn.Module]]) -> list[Pair]:

@@ -17,12 +17,12 @@ from typing import Any
 
 import torch
 
-from rollout_server.read_back import ASLEEP, SAME, ReadBack
+from rollout_server.read_back import ASLEEP, DIFFERS, SAME, ReadBack
 from rollout_server.reload import Change, LiveModel, Result, apply_all
 from rollout_server.served.derived import unaccounted
 from rollout_server.standby import READY, Standby
 from rollout_server.store import WeightSource
-from rollout_server.swap import LOAD_FAILURES, free_bytes, standby_bytes
+from rollout_server.swap import LOAD_FAILURES, free_bytes, own_tensors, standby_bytes
 from rollout_server.vllm_patches import shared_parameters, shares_embedding
 from slipstream.errors import RefusedError
 
@@ -337,10 +337,22 @@ def check_room(model: torch.nn.Module, without: Container[torch.nn.Module] = ())
             )
 
 
+@torch.no_grad()
+def _blank(policy: torch.nn.Module, draft: torch.nn.Module) -> None:
+    """Zero a lost draft, so that all its logits are zero.
+
+    What lost memory holds can make them NaN, and for a token that was drafted from such logits
+    vLLM's rejection sampler emits one that the policy did not choose.
+    """
+    for tensor in own_tensors(policy, draft):
+        if tensor.is_floating_point():
+            tensor.zero_()
+
+
 def watch_sleep(worker_class: type) -> None:
     """Make vLLM's ``Worker`` note that it sleeps, and that level 2 loses the draft.
 
-    Of that it keeps the vocabulary map.
+    Of that it keeps the vocabulary map; the rest is zero until the trainer has put it right.
     """
     sleep, wake_up = worker_class.sleep, worker_class.wake_up  # type: ignore[attr-defined]
     if getattr(sleep, "_slipstream", False):
@@ -369,6 +381,13 @@ def watch_sleep(worker_class: type) -> None:
             for parameter, value in hooks.kept:
                 parameter.data.copy_(value)
             hooks.kept = []
+            state = hooks.read_back
+            if state.lost:
+                # vLLM can be told to keep parameters over a sleep (sleep_preserve_parameter_names).
+                state.lost = False
+                state.lost = state.check() == DIFFERS
+                if state.lost:
+                    _blank(self.get_model(), self.get_draft_model())
 
     noted_sleep._slipstream = True  # type: ignore[attr-defined]
     worker_class.sleep = noted_sleep  # type: ignore[attr-defined]

@@ -362,12 +362,26 @@ def test_read_back_tells_a_written_draft_from_a_pushed_policy() -> None:
     assert state.check() == SAME
 
 
+def test_a_draft_that_vllm_keeps_over_sleep_level_2_is_not_lost() -> None:
+    class Keeper(Worker):
+        """With ``sleep_preserve_parameter_names``."""
+
+    watch_sleep(Keeper)
+    worker = Keeper()
+    before = worker.draft.weight.clone()
+    worker.sleep(2)
+    worker.wake_up()
+    assert torch.equal(worker.draft.weight, before)
+    assert slipstream_read_back(worker) == SAME
+
+
 def test_a_draft_is_lost_in_sleep_level_2_and_not_in_level_1() -> None:
     class Sleeper(Worker):
         def sleep(self, level: int = 1) -> None:
             if level == 2:
                 for parameter in self.draft.parameters():
-                    parameter.data.fill_(77)
+                    floating = parameter.is_floating_point()
+                    parameter.data.fill_(float("nan") if floating else 77)
 
     watch_sleep(Sleeper)
     watch_sleep(Sleeper)
@@ -386,6 +400,9 @@ def test_a_draft_is_lost_in_sleep_level_2_and_not_in_level_1() -> None:
     worker.wake_up(["kv_cache"])
     worker.wake_up(["weights"])
     assert d2t.tolist() == [0, 1, 2, 3], "an offset of lost memory would end the engine"
+    # vLLM would emit wrong tokens for drafts whose logits are NaN.
+    assert not any(t.any() for t in (worker.draft.weight, worker.draft.bias))
+    assert bool(worker.policy.weight.isnan().all()), "the verifier is another's to put right"
     assert slipstream_read_back(worker) == DIFFERS
     state.record()
     assert slipstream_read_back(worker) == SAME
