@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rollout_server.checkpoint import read_draft_layout
+from rollout_server.checkpoint import quantization, read_config, read_draft_layout
 from rollout_server.served.served import Config, Served, check_path, check_sizes
-from slipstream.checkpoints import text_config
+from slipstream.checkpoints import read_layout, text_config
 from slipstream.errors import RefusedError
 
 _SIZES = ("model_type", "hidden_size", "num_hidden_layers", "vocab_size")
@@ -36,6 +36,16 @@ class Mtp(Served):
         """See ``Served.check``."""
         check_path(draft_dir)
         _, config = check_sizes(model_dir, draft_dir, _SIZES, _NEXT)
+        quantized = quantization(read_config(model_dir, "MODEL"), read_layout(model_dir))
+        if quantized:
+            # Each of vLLM's MTP classes takes the verifier's quantization, other drafts their own.
+            raise RefusedError(
+                f"MODEL {model_dir}",
+                quantized,
+                "unquantized weights with --draft-kind mtp: vLLM would draft with scales that the "
+                "head does not have",
+                "serve the unquantized checkpoint, or a draft of another kind",
+            )
         others = [
             name
             for name in read_draft_layout(draft_dir)
