@@ -34,9 +34,10 @@ KEPT_DRAFTS = 2000.0
 
 
 def tried(drafts: int, draft_tokens: int, accepted: Sequence[int]) -> list[int]:
-    """Of one engine step, how many drafts had a token at each position.
+    """Of one engine step, how many drafts had a token at each position, where vLLM does not say.
 
-    All are of one length but those of requests that end, and what was accepted was tried.
+    All are of one length but those of requests that end, and what was accepted was tried. Wrong
+    where a grammar drops drafted tokens.
     """
     return [
         max(count, min(drafts, max(0, draft_tokens - place * drafts)))
@@ -168,8 +169,11 @@ class AcceptanceTracker:
         accepted: int,
         per_position: Sequence[int],
         engine: int = 0,
+        tries: Sequence[int] | None = None,
     ) -> None:
         """One step's counts (vLLM's ``SpecDecodingStats``) of an engine core.
+
+        ``tries``: how many drafts had a token at each position; None: estimated (``tried``).
 
         Before ``start`` only steps are counted: they belong to the calibration.
         """
@@ -177,7 +181,8 @@ class AcceptanceTracker:
         if pair is None:
             return
         version, policy = pair
-        tries = tried(drafts, draft_tokens, per_position)
+        if tries is None:
+            tries = tried(drafts, draft_tokens, per_position)
         if version == self.live:
             self.recent.add(drafts, tries, per_position)
         kept = [self._of(version), self.all]

@@ -302,6 +302,8 @@ def __getattr__(name: str) -> Any:
                     stats.num_accepted_tokens,
                     stats.num_accepted_tokens_per_pos,
                     self._engine,
+                    # Not a name that vLLM has to have.
+                    getattr(stats, "num_draft_tokens_per_pos", None),
                 )
             if iteration_stats is not None:
                 self._tracker.generated(iteration_stats.num_generation_tokens)

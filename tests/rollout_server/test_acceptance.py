@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
+from rollout_server import app
 from rollout_server.acceptance import KEPT_VERSIONS, AcceptanceGuard, AcceptanceTracker
 
 
@@ -50,6 +53,26 @@ def test_only_the_newest_versions_are_kept(tracker: AcceptanceTracker) -> None:
         tracker.record(1, 3, 0, [0, 0, 0])
         tracker.switch(version, [version])
     assert len(tracker.counters()) == KEPT_VERSIONS
+
+
+def test_drafts_count_at_a_position_as_vllm_says_where_it_does(
+    tracker: AcceptanceTracker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.v1.spec_decode.metrics import SpecDecodingStats
+
+    monkeypatch.setattr(app, "is_active", lambda: True)
+    monkeypatch.setattr(app.API, "tracker", tracker)
+    stats, logger = SpecDecodingStats.new(3), app.AcceptanceStatLogger(None)
+    # A grammar dropped tokens of four drafts.
+    for drafted, accepted in [(3, 3)] * 4 + [(3, 1), (2, 1), (2, 0), (1, 1), (1, 0)]:
+        stats.observe_draft(drafted, accepted)
+    logger.record(SimpleNamespace(spec_decoding_stats=stats), None)
+    assert tracker.all.tried_per_position == [9, 7, 5]
+    assert tracker.all.accepted_per_position == [7, 4, 4]
+    # A vLLM that does not say.
+    del stats.num_draft_tokens_per_pos
+    logger.record(SimpleNamespace(spec_decoding_stats=stats), None)
+    assert tracker.all.tried_per_position == [18, 16, 9]
 
 
 def pairs(tracker: AcceptanceTracker) -> dict[tuple[int, int], tuple[int, int]]:
