@@ -29,6 +29,10 @@ T = TypeVar("T")
 MAX_STAGED = 64
 """Ids of stages that are read of one server's state; a server holds one or two."""
 
+POLICY_SECONDS = 200.0
+"""Deadline of a commit with a policy, which may be received within it. Above what a server gives
+its workers for it (120 s, and 60 s for the step before): its own answer says what became of it."""
+
 UNKNOWN_FATE = ("DEADLINE_EXCEEDED", "UNAVAILABLE", "CANCELLED", "UNKNOWN")
 """Codes after which the server may or may not have done what it was asked."""
 
@@ -167,7 +171,10 @@ class RolloutClient:
 
     def commit(self, stage_ids: Sequence[str]) -> pb.ServerState | Failure:
         """Make the named stages live in one worker call; the state after it."""
-        return self._changed(self._stub.Commit, pb.CommitRequest(stage_ids=stage_ids))
+        request, seconds = pb.CommitRequest(stage_ids=stage_ids), self._config.commit_timeout_s
+        if not all(stage_id.startswith("draft-") for stage_id in stage_ids):
+            seconds = max(seconds, POLICY_SECONDS)
+        return self._changed(self._stub.Commit, request, seconds)
 
     def abort(self, stage_ids: Sequence[str]) -> Failure | None:
         """Forget stages. Idempotent."""
@@ -176,7 +183,8 @@ class RolloutClient:
 
     def roll_back(self) -> pb.ServerState | Failure:
         """Back to the draft it served before; the state after it."""
-        return self._changed(self._stub.RollBack, pb.RollBackRequest())
+        seconds = self._config.commit_timeout_s
+        return self._changed(self._stub.RollBack, pb.RollBackRequest(), seconds)
 
     def set_speculation(self, enabled: bool) -> Failure | None:
         """Turn drafting on or off between two steps."""
@@ -197,8 +205,10 @@ class RolloutClient:
         """Give up the connection; calls in flight fail."""
         self._channel.close()
 
-    def _changed(self, method: Callable[..., Any], request: object) -> pb.ServerState | Failure:
-        answer = self._ask(method, request, self._config.commit_timeout_s)
+    def _changed(
+        self, method: Callable[..., Any], request: object, timeout: float
+    ) -> pb.ServerState | Failure:
+        answer = self._ask(method, request, timeout)
         return answer if isinstance(answer, Failure) else cleaned(answer.state)
 
     def _told(self, method: Callable[..., Any], request: object, timeout: float) -> Failure | None:

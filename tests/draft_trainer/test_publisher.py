@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 
 import grpc
 
 from draft_trainer.config import PublishConfig
+from draft_trainer.releases.client import Failure
+from draft_trainer.releases.publisher import PublishResult
 from tests.draft_trainer.fleet_double import RolloutDouble
-from tests.draft_trainer.fleet_rig import Rig
+from tests.draft_trainer.fleet_rig import LONG, Rig
+from tests.draft_trainer.test_stragglers import until
 
 
 def test_draft_and_policy_are_committed_in_one_call_per_server(rig: Rig) -> None:
@@ -224,3 +228,30 @@ def test_the_fleet_drafts_as_configured_else_as_its_servers_say(rig: Rig) -> Non
     assert rig.fleet.drafting() == (5, "greedy")
     rig.fleet.config = PublishConfig(num_speculative_tokens=2, draft_sample_method="probabilistic")
     assert rig.fleet.drafting() == (2, "probabilistic")
+
+
+def test_a_policy_may_take_longer_than_a_drafts_commit(make_rig: Callable[..., Rig]) -> None:
+    """vLLM's own weight transfer is received within the commit."""
+    rig, go = make_rig(commit_timeout_s=0.5), threading.Event()
+    rig.promotions.offer(1)
+    rig.publisher.prepare()
+    first = rig.doubles[0]
+    first.faults.waits["Commit"] = go
+    stage_id, results = rig.stage_policy(7), list[PublishResult]()
+
+    def complete() -> None:
+        results.append(rig.publisher.complete(7, stage_id))
+
+    completing = threading.Thread(target=complete)
+    completing.start()
+    until(lambda: bool(first.commits()))
+    # A draft alone has its deadline, which passes meanwhile.
+    late = rig.fleet.client(first.address).commit(["draft-of-nobody"])
+    assert isinstance(late, Failure) and late.code is grpc.StatusCode.DEADLINE_EXCEEDED
+    go.set()
+    completing.join(LONG)
+    [result] = results
+    assert (result.draft_version, result.changes) == (1, True)
+    assert (rig.served, rig.policies) == ([1, 1, 1], [7, 7, 7])
+    assert rig.events() == [("committed", 1)]
+    assert rig.promotions.now.good == (0, 1)
