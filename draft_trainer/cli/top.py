@@ -237,7 +237,7 @@ def picture(seen: Seen, servers: int = SERVERS_SHOWN) -> Group:
     from draft_trainer.state import described, kind_name
 
     status = seen.status
-    ready = sum(_state_of(server).startswith("ready") for server in status.servers)
+    ready = sum(server.reachable and not server.state.not_ready for server in status.servers)
     parts: list[RenderableType] = [_title(seen), _versions(status)]
     if seen.error:
         parts.append(Text(f" {clean(seen.error)}", style="bold red"))
@@ -297,12 +297,10 @@ def _fleet(status: pb.TrainerStatus, most: int) -> RenderableType:
         side: Literal["left", "right"] = "right" if name[0] in "dpl" else "left"
         # Where there is no room for all, the last column gives up its own.
         table.add_column(name, no_wrap=name != "why", justify=side)
-    servers = sorted(status.servers, key=lambda s: (_state_of(s).startswith("ready"), s.address))
+    servers = sorted(status.servers, key=lambda s: (_state_of(s)[1] == "green", s.address))
     for server in servers[:most]:
-        state = _state_of(server)
-        style = {"ready": "green", "not drafting": "yellow"}.get(state.split(",")[0], "bold red")
-        address, _, *cells, why = map(str, _server_cells(server))
-        table.add_row(address, Text(state, style), *cells, Text(why[:120], "red"))
+        address, *cells, why = map(str, _server_cells(server))
+        table.add_row(address, Text(*_state_of(server)), *cells, Text(why[:120], "red"))
     if len(servers) > most:
         return Group(
             table,
@@ -370,7 +368,6 @@ def _server_cells(server: console.ServerView) -> list[object]:
     accepted = drafted.accepted_per_position
     return [
         clean(server.address),
-        _state_of(server),
         state.draft_version if server.HasField("state") else DASH,
         state.policy_version if state.HasField("policy_version") else DASH,
         number(length),
@@ -379,14 +376,17 @@ def _server_cells(server: console.ServerView) -> list[object]:
     ]
 
 
-def _state_of(server: console.ServerView) -> str:
+def _state_of(server: console.ServerView) -> tuple[str, str]:
+    """In words, and their style."""
     if not server.reachable:
-        return "unreachable"
+        return "unreachable", "bold red"
     if server.state.not_ready:
-        return "not ready"
+        return "not ready", "bold red"
     if server.state.speculation_enabled:
-        return "ready"
-    return "ready, no draft pays" if server.state.speculation_wanted else "not drafting"
+        return "ready", "green"
+    if server.state.speculation_wanted:
+        return "ready, no draft pays", "green"
+    return "ready, drafting off", "yellow"
 
 
 def number(value: float | None, form: str = ".3f") -> str:

@@ -170,6 +170,9 @@ def test_a_server_on_which_no_draft_pays_is_ready_and_no_event(tmp_path: Path) -
     assert "fleet, 1 of 1 ready" in taken.get() and "ready, no draft pays" in taken.get()
     view.looked({"a:1": off})
     assert [e.kind for e in log.since(0)][1:] == [pb.EVENT_KIND_SPECULATION_OFF]
+    with console.capture() as taken:
+        console.print(picture(Seen("a:1", TrainerStatus(servers=view.servers()))))
+    assert "fleet, 1 of 1 ready" in taken.get() and "ready, drafting off" in taken.get()
 
 
 def test_no_drafts_are_a_dash() -> None:

@@ -43,7 +43,7 @@ function stateOf(server) {
   if (!server.reachable) return ["unreachable", "bad"];
   if (server.state.not_ready) return ["not ready", "bad"];
   if (server.state.speculation_enabled) return ["ready", "good"];
-  return server.state.speculation_wanted ? ["ready, no draft pays", "good"] : ["not drafting", "warn"];
+  return server.state.speculation_wanted ? ["ready, no draft pays", "good"] : ["ready, drafting off", "warn"];
 }
 
 function showStatus(status) {
@@ -71,7 +71,7 @@ function showStatus(status) {
   say("policy", whole(status.policy_version));
   const stale = number(status.served_staleness);
   say("staleness", stale === null ? "no policy version yet" : `served draft is ${stale} version${stale === 1 ? "" : "s"} behind`);
-  const ready = status.servers.filter((server) => stateOf(server)[1] === "good").length;
+  const ready = status.servers.filter((server) => server.reachable && !server.state.not_ready).length;
   say("ready", status.servers.length ? `${ready} / ${status.servers.length}` : DASH);
   at("ready").className = ready === status.servers.length ? "big" : "big bad";
   say("ready-note", status.servers.length ? "rollout servers" : "no rollout servers");
