@@ -359,7 +359,7 @@ def _speed_up(status: pb.TrainerStatus) -> str:
         return f"now, {status.speed_up:.2f}x of generation without speculation"
     if not any(drafted.drafts for drafted in status.last_minute):
         return "now, no drafts in the last minute"
-    return "now, speed-up unknown: rollout-server serve --time-plain-steps"
+    return "now, speed-up not known yet; a fixed draft length needs --time-plain-steps"
 
 
 def _server_cells(server: console.ServerView) -> list[object]:

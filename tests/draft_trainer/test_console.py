@@ -93,7 +93,8 @@ def test_status_shows_them_on_a_terminal(
     assert "<b>run</b>" in lines[0]
     assert lines[1].split()[:2] == ["policy", "5"] and "5 versions behind" in lines[1]
     assert "serves draft 0" in lines[1]
-    assert any("speed-up unknown: rollout-server serve --time-plain-steps" in x for x in lines)
+    unknown = "speed-up not known yet; a fixed draft length needs --time-plain-steps"
+    assert any(unknown in line for line in lines)
     (server,) = (line for line in lines if live.double.address in line and " ready" in line)
     assert server.split()[1:8] == ["ready", "0", "5", "3.100", ".90", ".70", ".50"]
     (gone,) = (line for line in lines if "127.0.0.1:9 " in line and "unreachable" in line)
@@ -254,6 +255,7 @@ def test_the_page_shows_them_in_a_browser(live: Live, tmp_path: Path) -> None:
     assert page.texts["length"] == "3.100" and page.texts["policy"] == "5"
     assert page.texts["staleness"] == "served draft is 5 versions behind"
     assert page.texts["speed-up"] == "\N{EN DASH}" and page.texts["draft"] == "0"
+    assert page.texts["speed-up-note"].startswith("not known yet; a fixed draft length")
     assert page.texts["verdict"] == "no candidate was judged yet"
     assert page.texts["ready"] == "1 / 2" and page.texts["samples"] == "7"
     assert page.texts["alive"] == "live" and page.texts["loss"] == "\N{EN DASH}"

@@ -60,7 +60,7 @@ function showStatus(status) {
   say("speed-up", speedUp === null ? DASH : `${speedUp.toFixed(2)}×`);
   at("speed-up").className = `big ${speedUp === null ? "dim" : speedUp > 1 ? "good" : "bad"}`;
   say("speed-up-note", speedUp !== null ? "generation over no speculation"
-    : all.drafts ? "needs --time-plain-steps on a server" : "no drafts in the last minute");
+    : all.drafts ? "not known yet; a fixed draft length needs --time-plain-steps" : "no drafts in the last minute");
   say("draft", whole(status.served_release));
   const undecided = status.trial && status.trial.undecided;
   const trial = status.trial
