@@ -321,6 +321,9 @@ def _figures(seen: Seen) -> Table:
     if status.HasField("last_verdict"):
         ago = duration(status.time - status.last_verdict.judged_at)
         gate += f"  {ago} ago: {clean(status.last_verdict.reason)}"
+    state = "idle" if status.idle else "busy"
+    if status.training_paused:
+        state = f"paused: {clean(status.training_decision)}"
     table = Table.grid(padding=(0, 1), pad_edge=True)
     table.add_column(style="dim")
     rows: dict[str, Text] = {
@@ -340,7 +343,7 @@ def _figures(seen: Seen) -> Table:
             f"({full:.0f} %)  {status.samples_pending:,} pending"
         ),
         "training": _line(
-            f"{'idle' if status.idle else 'busy'}  loss {loss}  {status.train_steps:,} steps  "
+            f"{state}  loss {loss}  {status.train_steps:,} steps  "
             f"{status.train_steps_skipped:,} skipped  "
             f"{number(seen.rate('tokens_trained'), ',.0f')} tokens/s  "
             f"expected {shares(status.step_acceptance) or DASH}",

@@ -24,6 +24,7 @@ import pytest
 
 from draft_trainer.cli.main import main
 from draft_trainer.server.status import WINDOW_SECONDS
+from draft_trainer.training.economy import Decision
 from slipstream.client import open_channel
 from slipstream.v1 import console_pb2
 from tests.draft_trainer.fleet_double import RolloutDouble
@@ -64,6 +65,7 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
         # "The last minute" is that of the drafts, however long the tests take.
         drafted = server._watch.recent(WINDOW_SECONDS)
         server._watch.recent = lambda seconds: drafted  # type: ignore[method-assign]
+        server._status.economy.last = Decision(5, False, "training does not pay: it saves 1 s")
         server._status.keep_snapshot()
         port = int(server._web.url.rpartition(":")[2])
         yield Live(server.address, port, client, double)
@@ -257,6 +259,8 @@ def test_the_page_shows_them_in_a_browser(live: Live, tmp_path: Path) -> None:
     assert page.texts["speed-up"] == "\N{EN DASH}" and page.texts["draft"] == "0"
     assert page.texts["speed-up-note"].startswith("not known yet; a fixed draft length")
     assert page.texts["verdict"] == "no candidate was judged yet"
+    assert page.texts["decision"] == "paused: training does not pay: it saves 1 s"
+    assert page.texts["loss-note"] == "loss, 0 steps, paused"
     assert page.texts["ready"] == "1 / 2" and page.texts["samples"] == "7"
     assert page.texts["alive"] == "live" and page.texts["loss"] == "\N{EN DASH}"
     # What a client called its run is text, not markup.

@@ -252,6 +252,7 @@ def test_a_terminal_shows_what_is_served_and_what_it_gains() -> None:
         policy_version=9, served_release=3, promoted_release=4, newest_release=5, speed_up=1.52
     )
     now.last_verdict.outcome, now.last_verdict.reason = "failed", "gains 0.01, and needs 0.05"
+    now.training_paused, now.training_decision = True, "training does not pay: it saves 1 s"
     console = Console(width=160, highlight=False)
     with console.capture() as taken:
         console.print(picture(Seen("a:1", now)))
@@ -259,6 +260,7 @@ def test_a_terminal_shows_what_is_served_and_what_it_gains() -> None:
     assert "serves draft 3   promoted release 4, not served yet   newest 5" in text
     assert "now, 1.52x of generation without speculation" in text
     assert "gains 0.01, and needs 0.05" in text
+    assert " training paused: training does not pay: it saves 1 s  loss" in text
 
 
 def test_the_log_says_what_the_events_say(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

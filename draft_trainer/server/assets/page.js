@@ -79,7 +79,9 @@ function showStatus(status) {
   const fill = (100 * Number(status.replay_bytes)) / Math.max(1, Number(status.replay_capacity_bytes));
   say("samples-note", `${whole(status.samples_refused)} refused, ${whole(status.samples_pending)} pending, buffer ${fill.toFixed(0)} %`);
   say("loss", fixed(number(status.loss), 3));
-  say("loss-note", `loss, ${whole(status.train_steps)} steps, ${status.idle ? "idle" : "training"}`);
+  const paused = status.training_paused ? "paused" : "";
+  say("loss-note", `loss, ${whole(status.train_steps)} steps, ${paused || (status.idle ? "idle" : "training")}`);
+  say("decision", (paused && `${paused}: `) + (status.training_decision || "no policy version yet"));
   const last = status.last_verdict;
   say("verdict", last ? `${ago(status.time - last.judged_at)} ago, ${last.outcome.replaceAll("_", " ")}: ${last.reason}`
     : "no candidate was judged yet");
