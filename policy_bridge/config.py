@@ -86,7 +86,8 @@ class BridgeConfig:
         connect_seconds: how long the first sync may wait for the trainer's first answer.
         rpc_seconds: deadline of small calls (open a run, state, abort).
         announce_seconds: deadline of registering a policy version, in the background.
-        sync_seconds: deadline of PrepareSync and of CompleteSync, each.
+        sync_seconds: deadline of PrepareSync, and longest wait for CompleteSync before the bridge
+            commits the policy itself.
         policy_seconds: deadline of staging the policy, and of committing it, per server.
         stall_seconds: a stream that waits this long for its first credit or for an acknowledgement
             is opened again.

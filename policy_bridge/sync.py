@@ -17,7 +17,7 @@ import time
 import uuid
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import InitVar, dataclass, field, replace
 
 import grpc
@@ -34,6 +34,10 @@ from slipstream.errors import RefusedError, refused_from
 from slipstream.v1 import draft_trainer_pb2 as pb
 from slipstream.v1 import draft_trainer_pb2_grpc as pb_grpc
 from slipstream.v1 import rollout_server_pb2 as rollout_pb
+
+ANSWER_SECONDS = 2.0
+"""Longest wait for the trainer's answer to CompleteSync after the bridge's own commits: the
+trainer's have then ended, too."""
 
 _JOINED = "it joined after the policy was staged; the next sync brings it one"
 
@@ -236,16 +240,15 @@ class SyncWindow:
 
     def _commit_all(self) -> None:
         started = time.monotonic()
-        states: dict[str, rollout_pb.ServerState] = {}
-        if self._prepared:
-            states.update(self._complete())
+        answer = self._complete() if self._prepared else None
+        live: dict[str, rollout_pb.ServerState] = {}
         failed: Errors = {}
         if self._stage_id:
             live, errors = self.fleet.make_live(
                 self.servers, self._stage_id, self._so_far.policy_version
             )
-            states.update(live)
             failed = self._without_unreachable(errors)
+        states = (self._completed(answer) if answer is not None else {}) | live
         self._so_far = replace(
             self._so_far,
             draft_versions={address: state.draft_version for address, state in states.items()},
@@ -257,19 +260,34 @@ class SyncWindow:
         if self._stage_id:
             self.fleet.members = self._named.intersection(self.servers)
 
-    def _complete(self) -> dict[str, rollout_pb.ServerState]:
+    def _complete(self) -> grpc.Future:
+        """Have the trainer commit. Returns at its answer, or after ``sync_seconds`` without one."""
         assert self.session is not None  # PrepareSync went through it
+        request = pb.CompleteSyncRequest(
+            session_id=self.session.session_id,
+            policy_version=self._so_far.policy_version,
+            policy_stage_id=self._stage_id,
+        )
+        longest = self.config.sync_seconds
+        if self._stage_id:
+            # Receiving or loading a policy may take longer than the trainer is waited for. The
+            # bridge's own commits then wait behind the trainer's, which may be answered with them.
+            longest += self.config.policy_seconds
+        answer: grpc.Future = self.trainer.CompleteSync.future(request, timeout=longest)
+        with suppress(grpc.RpcError, grpc.FutureTimeoutError):
+            answer.result(self.config.sync_seconds)
+        return answer
+
+    def _completed(self, answer: grpc.Future) -> dict[str, rollout_pb.ServerState]:
         try:
-            response = self.trainer.CompleteSync(
-                pb.CompleteSyncRequest(
-                    session_id=self.session.session_id,
-                    policy_version=self._so_far.policy_version,
-                    policy_stage_id=self._stage_id,
-                ),
-                timeout=self.config.sync_seconds,
-            )
+            response = answer.result(ANSWER_SECONDS)
         except grpc.RpcError as error:
             self._trainer_error("CompleteSync", error)
+            return {}
+        except grpc.FutureTimeoutError:
+            answer.cancel()
+            self.trainer_silent = True
+            self._draft_error(f"CompleteSync: no answer {ANSWER_SECONDS:g} s after the commits")
             return {}
         outcomes = response.result.servers
         self._keep_errors(outcomes)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 
-from policy_bridge import DisabledBridge, PolicySyncError
+from policy_bridge import DisabledBridge, PolicySyncError, sync
 from slipstream.errors import RefusedError
+from slipstream.v1 import draft_trainer_pb2 as pb
+from slipstream.v1 import rollout_server_pb2 as rollout_pb
 
 from .conftest import Connect
-from .doubles import FakeTrainer
+from .doubles import DEADLINE, FakeRollout, FakeTrainer
 from .test_sync import Rollouts, addresses, rollouts
 
 __all__ = ["rollouts"]
@@ -43,6 +47,35 @@ def test_a_server_that_fails_its_commit_is_told_although_the_transfer_failed_for
         window.push_external({}, waits)
     assert set(raised.value.errors) == {rollouts[0][1].address}
     assert isinstance(raised.value.__context__, TimeoutError)
+
+
+def test_a_trainer_that_answers_once_a_long_transfer_has_ended_is_not_late(
+    trainer: FakeTrainer, connect: Connect, rollouts: Rollouts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its commits receive for longer than ``sync_seconds``; the bridge's own wait behind them."""
+    monkeypatch.setattr(sync, "ANSWER_SECONDS", DEADLINE)
+    received = threading.Event()
+    for double, _ in rollouts:
+
+        def commit(stage_ids: list[str], double: FakeRollout = double) -> rollout_pb.ServerState:
+            double.draft_version = 7
+            state = FakeRollout.commit(double, stage_ids)
+            received.set()
+            return state
+
+        double.commit = commit  # type: ignore[method-assign]
+
+    def complete(request: pb.CompleteSyncRequest) -> pb.CompleteSyncResponse:
+        assert received.wait(DEADLINE)
+        return pb.CompleteSyncResponse()
+
+    trainer.on_complete = complete
+    bridge = connect(rollout_servers=addresses(rollouts), sync_seconds=0.5)
+    with bridge.sync(6) as window:
+        window.push_external({}, lambda: None)
+    assert window.result is not None and window.result.draft_errors == ()
+    assert window.result.draft_versions == dict.fromkeys(addresses(rollouts), 7)
+    assert [double.policy_version for double, _ in rollouts] == [6, 6]
 
 
 def test_other_servers_than_at_the_last_transfer_are_refused_once(
