@@ -17,6 +17,7 @@ from rollout_server.acceptance import AcceptanceGuard, AcceptanceTracker
 from rollout_server.checkpoint import (
     Expected,
     check_finite,
+    is_lm_head,
     quantization,
     read_config,
     read_manifest,
@@ -251,7 +252,8 @@ def _expected_policy(
     """All of the checkpoint but the draft's tensors in it, which a training loop does not have."""
     policy = {name: tensor for name, tensor in layout.items() if not served.has(name, config)}
     forbidden = dict.fromkeys(layout.keys() - policy, "stage it as a draft: it is one here")
-    return Expected(POLICY, policy, description.served_dtype, forbidden=forbidden)
+    tied = _tied(policy, POLICY in description.tied)
+    return Expected(POLICY, policy, description.served_dtype, forbidden=forbidden, tied=tied)
 
 
 def _expected_draft(draft: Weights, description: Description, served: Served) -> Expected:
@@ -268,7 +270,27 @@ def _expected_draft(draft: Weights, description: Description, served: Served) ->
     # Only d2t is loaded; t2d is its inverse, for trainers.
     optional = {name: layout.pop(name) for name in ("t2d",) if name in layout}
     fixed = {t.name: bytes.fromhex(t.key.sha256) for t in tensors if t.name in VOCABULARY_MAPS}
-    return Expected(DRAFT, layout, description.served_dtype, optional, fixed, forbidden)
+    tied = _tied(layout, DRAFT in description.tied)
+    return Expected(DRAFT, layout, description.served_dtype, optional, fixed, forbidden, tied)
+
+
+def _tied(layout: dict[str, TensorLayout], one_matrix: bool) -> str:
+    """Name of the embeddings where lm_head is that matrix: its own name leaves the layout.
+
+    Args:
+        layout: of a checkpoint, which may have the matrix under one name or both.
+        one_matrix: whether it is one in the workers' memory.
+
+    Returns:
+        Empty where lm_head is a matrix of its own.
+    """
+    heads = [name for name in layout if is_lm_head(name)]
+    embeddings = [name for name in layout if name.split(".")[-2:] == [EMBEDDING, "weight"]]
+    if len(embeddings) != 1 or (heads and not one_matrix):
+        return ""
+    for name in heads:
+        del layout[name]
+    return embeddings[0]
 
 
 def __getattr__(name: str) -> Any:

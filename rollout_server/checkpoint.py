@@ -92,6 +92,7 @@ class Expected:
         optional: tensors that may come as well and are not loaded.
         fixed: SHA-256 (32 bytes) of tensors that must not change, by name.
         forbidden: why a tensor must not come, by name.
+        tied: the embeddings' name where lm_head is the same matrix; empty if it is one of its own.
         quantized: how the served model is, so that no stage can replace it; empty if it is not.
     """
 
@@ -101,10 +102,13 @@ class Expected:
     optional: Layout = field(default_factory=dict)
     fixed: Mapping[str, bytes] = field(default_factory=dict)
     forbidden: Mapping[str, str] = field(default_factory=dict)
+    tied: str = ""
     quantized: str = ""
 
-    def check(self, specs: Iterable[tensor_pb2.TensorSpec]) -> None:
+    def check(self, specs: Iterable[tensor_pb2.TensorSpec]) -> list[tensor_pb2.TensorSpec]:
         """Refuse tensors that cannot replace the model.
+
+        Returns those to be staged: without a tied lm_head, which comes with the embeddings.
 
         Raises RefusedError: naming the first tensor at fault.
         """
@@ -124,15 +128,15 @@ class Expected:
                 "serve the unquantized checkpoint, or push through vLLM's weight-transfer engine",
                 StatusCode.FAILED_PRECONDITION,
             )
-        seen: set[str] = set()
+        seen: dict[str, tensor_pb2.TensorSpec] = {}
         for spec in specs:
             if spec.name in seen:
                 raise RefusedError(
                     "tensors", f"{spec.name} twice", "each name once", "send it once"
                 )
-            seen.add(spec.name)
+            seen[spec.name] = spec
             self._check_one(spec)
-        missing = sorted(set(self.layout) - seen)
+        missing = sorted(self.layout.keys() - seen)
         if missing:
             raise RefusedError(
                 "tensors",
@@ -140,6 +144,18 @@ class Expected:
                 f"all {len(self.layout)} of the served {self.kind}",
                 "name every tensor of the checkpoint",
             )
+        for name in [name for name in seen if self.tied and is_lm_head(name)]:
+            # State dictionaries have the matrix under both names, checkpoints under one or both.
+            head, embeddings = seen.pop(name).sha256, seen[self.tied].sha256
+            if head != embeddings:
+                raise RefusedError(
+                    f"tensors[{name}].sha256",
+                    head.hex(),
+                    f"{embeddings.hex()} ({self.tied}: one matrix is served as both)",
+                    "stage tied weights, or serve a checkpoint whose two matrices differ",
+                    StatusCode.FAILED_PRECONDITION,
+                )
+        return list(seen.values())
 
     def _check_one(self, spec: tensor_pb2.TensorSpec) -> None:
         field_name = f"tensors[{spec.name}]"
@@ -147,7 +163,8 @@ class Expected:
             next_step = self.forbidden[spec.name]
             code = StatusCode.FAILED_PRECONDITION
             raise RefusedError(field_name, "present", "absent", next_step, code)
-        wanted = self.layout.get(spec.name) or self.optional.get(spec.name)
+        name = self.tied if self.tied and is_lm_head(spec.name) else spec.name
+        wanted = self.layout.get(name) or self.optional.get(name)
         if wanted is None:
             raise RefusedError(
                 field_name,
@@ -178,6 +195,11 @@ class Expected:
                 "a draft vocabulary cannot change live; restart the server with the new draft",
                 StatusCode.FAILED_PRECONDITION,
             )
+
+
+def is_lm_head(name: str) -> bool:
+    """Whether a checkpoint's tensor is the language model's lm_head, of multimodal models too."""
+    return name.split(".")[-2:] == ["lm_head", "weight"]
 
 
 def check_finite(name: str, tensor: torch.Tensor) -> None:

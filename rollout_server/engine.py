@@ -37,6 +37,7 @@ class Description:
     served_dtype: str
     derived: tuple[str, ...] = ()
     runner: str = "V1"
+    tied: tuple[str, ...] = ()
 
 
 class UntrustedEngineError(Exception):
@@ -70,6 +71,7 @@ class VllmEngine:
             workers[0]["dtype"],
             tuple(sorted({name for worker in workers for name in worker["derived"]})),
             workers[0]["runner"],
+            tuple(sorted({kind for worker in workers for kind in worker["tied"]})),
         )
 
     async def prepare(self, source: WeightSource, keep: WeightSource | None) -> str:

@@ -216,8 +216,8 @@ class RolloutService(pb_grpc.RolloutServerServicer):
         if header.HasField("trained_against_policy_version") and kind == DRAFT:
             against = header.trained_against_policy_version
         store = self._control.store
-        weights = Weights.of(kind, header.version, header.tensors, store, header.stage_id, against)
-        self._expected[kind].check(header.tensors)
+        tensors = self._expected[kind].check(header.tensors)
+        weights = Weights.of(kind, header.version, tensors, store, header.stage_id, against)
         if len(header.sources) > MAX_SOURCES:
             found, expected = f"{len(header.sources)}", f"at most {MAX_SOURCES}"
             raise RefusedError("sources", found, expected, "name fewer servers")
@@ -226,7 +226,7 @@ class RolloutService(pb_grpc.RolloutServerServicer):
             await self._control.abort_other_policies(header.stage_id)
         if not self._control.already_staged(weights):
             refuse_shared(await self._control.engine.describe(), self._served)
-        return weights, Upload(header.tensors, weights, store, self.workers)
+        return weights, Upload(tensors, weights, store, self.workers)
 
     async def _fetched(self, header: pb.StageHeader, upload: Upload) -> pb.StageNeeded:
         given_up = await self.peers.fetch(upload, header.sources)

@@ -155,6 +155,23 @@ def shared_parameters(policy: nn.Module, draft: nn.Module) -> list[str]:
     )
 
 
+def ties_lm_head(model: nn.Module) -> bool:
+    """Whether a model's lm_head is its embedding matrix, in the same memory.
+
+    Its config.json does not say: from 0.32 on, vLLM serves an lm_head that the checkpoint stores
+    and that differs from the embeddings (``ModelConfig.maybe_untie_word_embeddings``).
+    """
+
+    def memory(module: str) -> set[int]:
+        return {
+            parameter.untyped_storage().data_ptr()
+            for name, parameter in model.named_parameters(remove_duplicate=False)
+            if parameter.numel() and module in name.split(".")
+        }
+
+    return bool(memory("lm_head") & memory(EMBEDDING))
+
+
 def expand_batch_to_tokens(
     x: torch.Tensor,
     cu_num_tokens: torch.Tensor,

@@ -23,7 +23,7 @@ from rollout_server.served.derived import unaccounted
 from rollout_server.standby import READY, Standby
 from rollout_server.store import WeightSource
 from rollout_server.swap import LOAD_FAILURES, free_bytes, own_tensors, standby_bytes
-from rollout_server.vllm_patches import shared_parameters, shares_embedding
+from rollout_server.vllm_patches import shared_parameters, shares_embedding, ties_lm_head
 from slipstream.errors import RefusedError
 
 logger = logging.getLogger(__name__)
@@ -144,16 +144,20 @@ def slipstream_describe(self: Any) -> dict[str, Any]:
 
     Returns:
         {"shares_embedding": bool, "shared": names of draft parameters in the verifier's memory,
-        "dtype": of the served policy, "derived": ``unaccounted``, "runner":
-        ``runner_version``}.
+        "dtype": of the served policy, "derived": ``unaccounted``, "runner": ``runner_version``,
+        "tied": which of "policy" and "draft" have an lm_head that is their embeddings}.
     """
     draft, policy = self.get_draft_model(), self.get_model()
+    models = {"policy": policy, "draft": draft}
     return {
         "shares_embedding": draft is not None and shares_embedding(policy, draft),
         "shared": [] if draft is None else shared_parameters(policy, draft),
         "derived": [] if draft is None else unaccounted(policy, draft),
         "dtype": str(self.model_config.dtype).removeprefix("torch."),
         "runner": runner_version(self),
+        "tied": [
+            kind for kind, model in models.items() if model is not None and ties_lm_head(model)
+        ],
     }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 
@@ -10,16 +11,25 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
+from policy_bridge.sync import policy_tensors
+from rollout_server import app
+from rollout_server.acceptance import AcceptanceTracker
 from rollout_server.app import _expected_draft, _expected_policy
 from rollout_server.control import DRAFT, Weights
+from rollout_server.control import POLICY as POLICY_KIND
 from rollout_server.engine import Description
+from rollout_server.plugins import Settings
 from rollout_server.served import SERVED, WithoutWeights, served_by
 from rollout_server.served.derived import unaccounted
 from rollout_server.service import refuse_shared
 from rollout_server.store import ContentStore, WeightSource
+from rollout_server.upload import Upload
 from slipstream.checkpoints import read_layout
 from slipstream.errors import RefusedError
+from slipstream.security import open_to_all
 from slipstream.tensors import spec_of
+from slipstream.v1 import rollout_server_pb2 as pb
+from tests.policy_bridge.conftest import make_model
 
 MODEL = {"model_type": "qwen3_next", "hidden_size": 8, "num_hidden_layers": 2, "vocab_size": 16}
 HEAD = {"mtp.fc.weight": torch.zeros(8, 16), "mtp.norm.weight": torch.zeros(8)}
@@ -192,6 +202,82 @@ def test_stages_of_an_mtp_head_and_of_its_policy(tmp_path: Path) -> None:
     policy.check(whole)
     with pytest.raises(RefusedError, match=r"mtp.fc.weight"):
         policy.check([*whole, specs[0]])
+
+
+class Describes:
+    """An engine that is asked for no more."""
+
+    def __init__(self, tied: tuple[str, ...]) -> None:
+        self._seen = Description(False, (), "bfloat16", tied=tied)
+
+    async def describe(self) -> Description:
+        return self._seen
+
+
+def staged(
+    folder: Path, tied: tuple[str, ...], tensors: dict[str, torch.Tensor]
+) -> tuple[list[str], bool]:
+    """Of a policy that is pushed: names that are kept, and whether lm_head is asked for."""
+
+    async def begin() -> tuple[Weights, Upload]:
+        _, service = await app.control_plane(
+            Describes(tied),  # type: ignore[arg-type]
+            ContentStore(folder, 1 << 24),
+            Settings(folder, None, open_to_all(), draft_kind="none"),
+            *(read_layout(folder), AcceptanceTracker()),
+            *(lambda *_: None, pb.ServerState()),
+        )
+        service.workers.close()
+        specs = [spec_of(name, tensor) for name, tensor in tensors.items()]
+        header = pb.StageHeader(stage_id="policy-1", version=1, tensors=specs)
+        return await service._begin(header, POLICY_KIND)
+
+    weights, upload = asyncio.run(begin())
+    return [tensor.name for tensor in weights.source.tensors], "lm_head.weight" in upload.missing
+
+
+@pytest.mark.parametrize("stored", [False, True])
+def test_a_tied_policy_is_pushed_with_and_without_its_lm_head(stored: bool, tmp_path: Path) -> None:
+    """Gathered on the host, or tensor by tensor, its lm_head has memory of its own."""
+    model = make_model(tied=True)
+    plain = policy_tensors(model, "bfloat16")
+    gathered = policy_tensors({n: t.clone() for n, t in model.state_dict().items()}, "bfloat16")
+    assert gathered.keys() - plain.keys() == {"lm_head.weight"}
+    folder = write(tmp_path / "model", gathered if stored else plain)
+    for pushed in (plain, gathered):
+        assert staged(folder, ("policy",), pushed) == (sorted(plain), False)
+    torn = gathered | {"lm_head.weight": gathered["lm_head.weight"] + 1}
+    with pytest.raises(RefusedError, match=r"lm_head\.weight\].sha256.*embed_tokens.*one matrix"):
+        staged(folder, ("policy",), torn)
+    with pytest.raises(RefusedError, match=r"lm_head\.weight\].shape"):
+        staged(folder, ("policy",), gathered | {"lm_head.weight": torch.zeros(2, 2)})
+    less = {name: tensor for name, tensor in gathered.items() if "embed_tokens" not in name}
+    with pytest.raises(RefusedError, match=r"1 missing: model\.embed_tokens\.weight"):
+        staged(folder, ("policy",), less)
+
+
+@pytest.mark.parametrize("stored", [False, True])
+def test_a_tied_draft_model_may_store_its_lm_head(stored: bool, tmp_path: Path) -> None:
+    """The trainer's releases of it do not."""
+    plain = {"model.embed_tokens.weight": torch.ones(16, 8), "model.norm.weight": torch.ones(8)}
+    both = plain | {"lm_head.weight": torch.ones(16, 8)}
+    store = ContentStore(tmp_path, 1 << 20)
+    first = [spec_of(name, tensor) for name, tensor in (both if stored else plain).items()]
+    seen = Description(False, (), "float32", tied=(DRAFT,))
+    expected = _expected_draft(Weights.of(DRAFT, 0, first, store), seen, SERVED["draft_model"])
+    for tensors in (plain, both):
+        specs = [spec_of(name, tensor) for name, tensor in tensors.items()]
+        assert [spec.name for spec in expected.check(specs)] == [*plain]
+
+
+def test_an_lm_head_that_is_served_beside_the_embeddings_is_required(tmp_path: Path) -> None:
+    """Whatever config.json says: vLLM serves one that the checkpoint has and that differs."""
+    whole = policy_tensors(make_model(), "bfloat16")
+    folder = write(tmp_path / "model", whole, tie_word_embeddings=True)
+    assert staged(folder, (), whole) == (sorted(whole), True)
+    del whole["lm_head.weight"]
+    with pytest.raises(RefusedError, match=r"1 missing: lm_head\.weight"):
+        staged(folder, (), whole)
 
 
 def test_nothing_is_staged_where_there_is_no_draft() -> None:

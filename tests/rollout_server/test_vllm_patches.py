@@ -76,6 +76,24 @@ def test_a_shared_embedding_is_seen_and_allowed(share: bool) -> None:
     assert vllm_patches.shared_parameters(policy, draft) == []
 
 
+def test_a_tied_lm_head_is_seen_by_its_memory() -> None:
+    policy = Model(torch.randn(6, 4))
+    assert torch.equal(policy.lm_head.weight, policy.model.embed_tokens.weight)
+    assert not vllm_patches.ties_lm_head(policy)
+    policy.lm_head.weight = policy.model.embed_tokens.weight
+    assert vllm_patches.ties_lm_head(policy)
+    policy.lm_head = policy.model.embed_tokens  # the module itself, as in some of vLLM's models
+    assert vllm_patches.ties_lm_head(policy)
+    # A pipeline's first rank has no lm_head; a packed one leaves no memory behind.
+    del policy.lm_head
+    assert not vllm_patches.ties_lm_head(policy)
+    for empty in (policy.model.embed_tokens, policy):
+        empty.weight = nn.Parameter(torch.empty(0), requires_grad=False)
+    policy.lm_head = nn.Linear(4, 6, bias=False)
+    policy.lm_head.weight = policy.model.embed_tokens.weight
+    assert not vllm_patches.ties_lm_head(policy)
+
+
 def test_repeats_each_request_for_its_tokens() -> None:
     x = torch.tensor([0.7, -1.0, 1.3, 0.9])
     ends = torch.tensor([3, 3, 5, 6], dtype=torch.int32)
