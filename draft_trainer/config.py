@@ -299,7 +299,8 @@ class PublishConfig(Section):
             a server of the fleet says it drafts.
         draft_sample_method: how the fleet drafts; None: as that server says.
         on: whether a promoted release goes live with the policy's next sync or at once.
-        state_timeout_s, stage_timeout_s, commit_timeout_s: deadline of each call.
+        state_timeout_s, stage_timeout_s, commit_timeout_s: deadline of each call; a commit with a
+            policy has ``releases.client.POLICY_SECONDS``.
         reconcile_s: between two checks of what the servers serve; 0 for none.
         max_draft_lag: policy versions that a served draft may be behind; 0 for no limit.
         quorum: share of the reachable servers that must stage and commit a release for it to go
