@@ -148,7 +148,7 @@ def step_acceptance(
     survival = rate.clone()
     device = head.device
     first_anchor = int(known.flatten(0, 1).any(0).int().argmax())
-    cut = any(one.HasField("top_p") or one.top_k or one.min_p for one in batch.sampling)
+    cut = any(_top_p(one) < 1.0 or one.top_k or one.min_p for one in batch.sampling)
     of_rows, batch = batch.sampling, batch.to(device)
     draft_ids = head.draft_ids_of(batch.token_ids)
     parameters = {name: p.to(dtype) for name, p in head.named_parameters()}
@@ -205,7 +205,7 @@ def truncated(p: Tensor, sampling: Sequence[pb.SamplingParameters]) -> tuple[Ten
     # What lies outside goes first.
     whole = keeps.all(-1, keepdim=True)
     mass = torch.where(whole, 1.0, (ordered * keeps).sum(-1, keepdim=True))
-    top_p = column([one.top_p if one.HasField("top_p") else 1.0 for one in sampling]) * mass
+    top_p = column([_top_p(one) for one in sampling]) * mass
     before = ordered.cumsum(-1) - ordered
     # A bound of 1 cuts nothing, whatever the sum is rounded to.
     keeps &= (before < top_p) | (top_p >= mass)
@@ -215,12 +215,16 @@ def truncated(p: Tensor, sampling: Sequence[pb.SamplingParameters]) -> tuple[Ten
     return p * torch.zeros_like(keeps).scatter(1, order, keeps) / kept, kept[:, 0]
 
 
+def _top_p(sampling: pb.SamplingParameters) -> float:
+    return sampling.top_p if sampling.HasField("top_p") else 1.0
+
+
 def _ignored(sampling: pb.SamplingParameters) -> list[str]:
     found = {
-        "repetition_penalty": sampling.HasField("repetition_penalty"),
+        "repetition_penalty": sampling.repetition_penalty not in (0.0, 1.0),  # 0: absent
         "presence_penalty": sampling.presence_penalty != 0.0,
         "frequency_penalty": sampling.frequency_penalty != 0.0,
-        "logit_bias": len(sampling.logit_bias) > 0,
+        "logit_bias": any(sampling.logit_bias.values()),
     }
     return [name for name, given in found.items() if given]
 
