@@ -110,6 +110,8 @@ class Muon:
             momentum = self.momentum[name].lerp_(p.grad, 1.0 - _MOMENTUM)
             # Nesterov: the gradient of now once more.
             update = orthogonal(p.grad.lerp(momentum, _MOMENTUM).to(self._compute_dtype))
+            # What no token reached, as an expert, would move at the full rate by an old momentum.
+            update *= p.grad.any()
             p.mul_(1.0 - rate * self._weight_decay)
             p.add_(update, alpha=-rate * _ADAMW_RMS * max(p.shape) ** 0.5)
 
@@ -121,11 +123,12 @@ def orthogonal(matrix: Tensor) -> Tensor:
         matrix: [m, n], float32 or bfloat16.
 
     Returns:
-        the same shape and type; zeros for zeros.
+        the same shape and type; near zeros for a norm far below 1e-12.
     """
     tall = matrix.shape[0] > matrix.shape[1]
     x = matrix.T if tall else matrix
-    x = x / x.float().norm().clamp(min=1e-30).to(x.dtype)
+    # Where squares underflow, the norm is 0: a lesser bound would make the quotient infinite.
+    x = x / x.float().norm().clamp(min=1e-12).to(x.dtype)
     for _ in range(_ITERATIONS):
         gram = x @ x.T
         x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=_B, alpha=_C), x, beta=_A)

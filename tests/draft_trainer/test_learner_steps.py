@@ -179,3 +179,5 @@ def test_muon_moves_hidden_matrices_by_the_stated_size_and_resumes_with_the_same
     assert losses[-1] < 0.8 * losses[0]
     with pytest.raises(RefusedError, match="exp_avg"):
         Learner(head(0), CONFIG).load_state_dict(after)
+    # Its squares are 0 in float32.
+    assert float(orthogonal(torch.full((3, 4), 1e-25)).abs().max()) < 1e-9
