@@ -203,7 +203,11 @@ class Fit:
         self._recording = open_recording(states, self._console)
         if policy is not None:
             self._recording.check_policy(read_policy(policy))
-        self._recording.fit_to(head.config)
+        recorded, steps = len(self._recording), training.ttt_steps
+        self._recording.fit_to(head.config, steps)
+        if left_out := recorded - len(self._recording):
+            text = f"too long for the draft's sliding_window with training.ttt_steps = {steps}"
+            say(self._console, f"{left_out} of {recorded} samples are left out: {text}")
         self._heads = self._recording.policy_heads(head.target_ids())
         self._training, self._held_out = split(self._recording, config)
         lengths = self._recording.lengths()

@@ -263,8 +263,12 @@ class Recording:
         theirs = lm_head[ids[some]].float()
         return float(torch.cosine_similarity(rows[some].float(), theirs, dim=1).mean())
 
-    def fit_to(self, draft: DraftShape) -> None:
+    def fit_to(self, draft: DraftShape, steps: int = 1) -> None:
         """Narrow the samples to what a draft takes.
+
+        Args:
+            draft: its shape.
+            steps: how far it is unrolled; samples past its sliding window are left out.
 
         Raises:
             RefusedError: the states are of another hidden size, vocabulary or of other layers.
@@ -278,6 +282,9 @@ class Recording:
                     f"the draft's {name}", wanted, recorded, "give a draft of the recorded policy"
                 )
         self.select_layers(draft.aux_layer_ids)
+        if draft.max_row_tokens is not None:
+            longest = draft.max_row_tokens - steps + 1
+            self._samples = [each for each in self._samples if each[0].packed.tokens <= longest]
 
     def policy_heads(self, draft_vocab_ids: Tensor) -> PolicyHeads:
         """Every recorded policy version, with lm_head rows of the draft vocabulary.

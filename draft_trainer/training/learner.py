@@ -130,6 +130,9 @@ class Learner:
         1 / ``_SMALLEST_PASS`` of ``forward_tokens``, and made again, once; they grow back after a
         while.
 
+        Samples past the draft's sliding window, as a store holds them after ``ttt_steps`` was
+        raised, are left out.
+
         Args:
             samples: this rank's share; at least one on some rank.
             policy_heads: must hold their policy versions.
@@ -140,7 +143,7 @@ class Learner:
             RankLostError: another rank is gone.
         """
         started = time.perf_counter()
-        steps = self.config.ttt_steps
+        steps, samples = self.config.ttt_steps, self._within_the_window(samples)
         parts, tally = self._agree(samples, policy_heads)
         counts, tokens = tally[:, :steps].sum(0), int(tally[:, steps].sum())
         totals, retries = self._passes(parts, counts.clamp(min=1)), 0
@@ -295,6 +298,16 @@ class Learner:
         own = self.tensors
         self._ranks.broadcast(own)
         self._take_counters(own)
+
+    def _within_the_window(self, samples: Sequence[Sample]) -> Sequence[Sample]:
+        window, steps = self.head.config.max_row_tokens, self.config.ttt_steps
+        if window is None:
+            return samples
+        fitting = [sample for sample in samples if sample.tokens <= window - steps + 1]
+        if left_out := len(samples) - len(fitting):
+            text = "%d of %d samples are left out: too long for sliding_window %d with ttt_steps %d"
+            logger.warning(text, left_out, len(samples), window, steps)
+        return fitting
 
     def _agree(
         self, samples: Sequence[Sample], policy_heads: PolicyHeads

@@ -28,7 +28,7 @@ from draft_trainer.training.ranks import Ranks
 from slipstream.sample import is_held_out
 from tests.draft_trainer.recordings import record_synthetic
 from tests.draft_trainer.rig import write_draft
-from tests.draft_trainer.synthetic import Policy
+from tests.draft_trainer.synthetic import Policy, head
 
 PROGRAM = """
 import os, signal, sys
@@ -331,6 +331,22 @@ def test_refusals_by_name(
         (line,) = [x for x in capsys.readouterr().err.splitlines() if "verifying" not in x]
         assert line.startswith("draft-trainer: ") and text in line and "Next step: " in line, line
     assert sorted(work.folder.iterdir()) == before
+
+
+def test_samples_past_a_sliding_window_are_left_out(
+    work: Work, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Three TTT steps reach two tokens past a row: those up to 22 tokens stay."""
+    draft, lengths = work.folder / "windowed-draft", Recording(work.folder / "states").lengths()
+    draft.mkdir()
+    Eagle3().save(draft, head(0, sliding_window=24))
+    assert main(work.arguments("windowed", draft=draft, epochs=1)) == 0
+    long = sum(length > 22 for length in lengths)
+    assert 0 < long < len(lengths) == 64
+    said = f"{long} of 64 samples are left out: too long for the draft's sliding_window"
+    assert said in capsys.readouterr().err
+    (start,) = work.events("windowed", "start")
+    assert start["samples"] + start["held_out_samples"] == 64 - long
 
 
 def test_too_few_prompts_are_refused(work: Work, capsys: pytest.CaptureFixture[str]) -> None:

@@ -129,6 +129,21 @@ def test_a_step_without_a_valid_anchor_changes_nothing() -> None:
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
+def test_samples_past_the_sliding_window_are_left_out(caplog: pytest.LogCaptureFixture) -> None:
+    """As those of a store, stored before ``ttt_steps`` was raised."""
+    policy = Policy()
+    samples, heads = policy.samples(9), policy.heads()
+    longest = max(sample.tokens for sample in samples)
+    learner = Learner(head(0, sliding_window=longest + 1), CONFIG)
+    short = [sample for sample in samples if sample.tokens < longest]
+    metrics = learner.step(samples, heads)
+    assert len(short) == 8 and metrics.tokens == sum(sample.tokens for sample in short)
+    assert not metrics.skipped and metrics.memory_retries == 0
+    assert "1 of 9 samples are left out: too long for sliding_window 25 with ttt" in caplog.text
+    metrics = learner.step([sample for sample in samples if sample.tokens == longest], heads)
+    assert metrics.skipped and metrics.anchors == 0 and learner.steps == 1
+
+
 def test_state_of_another_shape_is_refused_and_nothing_changes() -> None:
     learner, other = Learner(head(0), CONFIG), Learner(head(0, intermediate_size=64), CONFIG)
     before = learner.state_dict()
@@ -172,6 +187,8 @@ def test_muon_moves_hidden_matrices_by_the_stated_size_and_resumes_with_the_same
     values = torch.linalg.svdvals(move) / (0.2 * max(move.shape) ** 0.5)
     assert float(values[len(values) // 2]) > 0.5 and float(values[0]) < 1.25
     assert not orthogonal(torch.zeros(3, 4)).any()
+    # Its squares are 0 in float32.
+    assert float(orthogonal(torch.full((3, 4), 1e-25)).abs().max()) < 1e-9
     second.load_state_dict(after)
     for _ in range(15):
         losses.append(first.step(policy.samples(20), policy.heads()).loss)
@@ -179,5 +196,3 @@ def test_muon_moves_hidden_matrices_by_the_stated_size_and_resumes_with_the_same
     assert losses[-1] < 0.8 * losses[0]
     with pytest.raises(RefusedError, match="exp_avg"):
         Learner(head(0), CONFIG).load_state_dict(after)
-    # Its squares are 0 in float32.
-    assert float(orthogonal(torch.full((3, 4), 1e-25)).abs().max()) < 1e-9
