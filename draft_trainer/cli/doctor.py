@@ -128,43 +128,57 @@ def _draft(config: TrainerConfig) -> str:
 
 
 def _device(config: TrainerConfig) -> str:
+    import torch
+
     from draft_trainer.training.ranks import check_gpu
 
-    if config.training.device == "cuda":
+    device = config.training.device
+    if device == "cuda":
         check_gpu()
-    return f"training.device = {config.training.device}"
+    elif count := torch.cuda.device_count():
+        return f'training.device = cpu, and torch sees {count} GPU(s): set "cuda" to train on one'
+    return f"training.device = {device}"
 
 
 def _rollout_servers(config: TrainerConfig) -> Iterator[Diagnosis]:
-    from draft_trainer.config import DNS, FILE, credentials_of
+    from draft_trainer.releases.members import look_up
+
+    for entry in config.publish.rollout_servers:
+        try:
+            addresses = look_up(entry)
+        except (OSError, ValueError) as error:
+            expected = "a name that is known, or a file with a HOST:PORT a line"
+            next_step = "correct the entry, or what it names"
+            refused = RefusedError("publish.rollout_servers", error, expected, next_step)
+            yield _problem(entry, refused)
+            continue
+        if not addresses:
+            yield Diagnosis(part=entry, severity=Diagnosis.SEVERITY_WAITING, found="no address yet")
+        for address in addresses:
+            try:
+                yield _rollout_server(address, config)
+            except RefusedError as error:
+                yield _problem(address, error)
+
+
+def _rollout_server(address: str, config: TrainerConfig) -> Diagnosis:
+    from draft_trainer.config import credentials_of
     from draft_trainer.server.diagnosis import drafts_otherwise
     from slipstream.client import open_channel
     from slipstream.v1 import rollout_server_pb2 as rollout
     from slipstream.v1.rollout_server_pb2_grpc import RolloutServerStub
 
-    publish = config.publish
-    credentials = credentials_of(config)
-    for address in publish.rollout_servers:
-        if address.startswith((DNS, FILE)):
-            continue
-        try:
-            with open_channel(address, credentials=credentials) as channel:
-                request = rollout.GetStateRequest()
-                state = RolloutServerStub(channel).GetState(request, timeout=ASK_SECONDS)
-        except grpc.RpcError as error:
-            found, expected = failure_text(error), "a rollout server's control plane"
-            next_step = "start rollout-server serve with --control-port, or correct the address"
-            refused = RefusedError("publish.rollout_servers", found, expected, next_step)
-            yield _problem(address, refused)
-            continue
-        wrong = drafts_otherwise(state, config)
-        if wrong is not None:
-            yield Diagnosis(
-                part=address,
-                severity=Diagnosis.SEVERITY_PROBLEM,
-                found=wrong[0],
-                next_step=wrong[1],
-            )
-        else:
-            found = f"serves draft {state.draft_version}"
-            yield Diagnosis(part=address, severity=Diagnosis.SEVERITY_OK, found=found)
+    try:
+        with open_channel(address, credentials=credentials_of(config)) as channel:
+            request = rollout.GetStateRequest()
+            state = RolloutServerStub(channel).GetState(request, timeout=ASK_SECONDS)
+    except grpc.RpcError as error:
+        found, expected = failure_text(error), "a rollout server's control plane"
+        next_step = "start rollout-server serve with --control-port, or correct the address"
+        raise RefusedError("publish.rollout_servers", found, expected, next_step) from error
+    wrong = drafts_otherwise(state, config)
+    if wrong is not None:
+        severity = Diagnosis.SEVERITY_PROBLEM
+        return Diagnosis(part=address, severity=severity, found=wrong[0], next_step=wrong[1])
+    found = f"serves draft {state.draft_version}"
+    return Diagnosis(part=address, severity=Diagnosis.SEVERITY_OK, found=found)

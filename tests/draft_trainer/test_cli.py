@@ -18,6 +18,7 @@ from typing import Any
 
 import grpc
 import pytest
+import torch
 
 from draft_trainer.cli.main import main
 from draft_trainer.config import TrainerConfig
@@ -228,5 +229,28 @@ def test_check_prints_the_whole_configuration_and_what_is_wrong(
     assert not (tmp_path / "registry").exists()
     code, out = run(capsys, *given, "--set", f'publish.rollout_servers=["127.0.0.1:{free_port()}"]')
     assert code == 1 and "start rollout-server serve with --control-port" in out
+    # However it is listed.
+    (listed := tmp_path / "fleet").write_text(f"127.0.0.1:{free_port()}\n")
+    for entry, expected in (
+        (listed, "start rollout-server serve with --control-port"),
+        (tmp_path / "absent", "No such file"),
+    ):
+        code, out = run(capsys, *given, "--set", f'publish.rollout_servers=["file:{entry}"]')
+        assert code == 1 and expected in out
+    listed.write_text("")
+    code, out = run(capsys, *given, "--set", f'publish.rollout_servers=["file:{listed}"]')
+    assert code == 0 and f"waiting  file:{listed} no address yet" in out
     line = refused(capsys, *given, "--set", "publish.rollout_servers=['http://h:1']")
     assert "begins with http://, which a gRPC address does not" in line
+
+
+def test_check_says_where_a_gpu_is_left_idle(
+    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    given = ("serve", "--config", str(write_config(tmp_path)), "--check")
+    idle = 'device   training.device = cpu, and torch sees 8 GPU(s): set "cuda" to train on one'
+    code, out = run(capsys, *given)
+    assert code == 0 and idle in out
+    code, out = run(capsys, *given, "--set", "training.device=cuda")
+    assert code == 0 and "device   training.device = cuda\n" in out
