@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import subprocess
@@ -10,10 +11,12 @@ import tomllib
 import zipfile
 from collections.abc import Callable
 from email.parser import Parser
+from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 from packaging.version import Version
 
 from rollout_server.install_cpu import FOR_DEVELOPERS, locks, without_developers
@@ -89,6 +92,21 @@ def test_the_wheel_says_what_it_is_and_has_no_tests(wheel: Path) -> None:
         assert f"draft_trainer/server/assets/{name}" in names
 
 
+def test_the_wheel_of_a_source_distribution_knows_the_commit(tmp_path: Path) -> None:
+    build = [sys.executable, "-m", "hatchling", "build", "--target", "sdist", "--directory"]
+    subprocess.run([*build, str(tmp_path)], cwd=ROOT, capture_output=True, check=True)
+    (source,) = tmp_path.glob("*.tar.gz")
+    # pip unpacks it into a folder outside of git.
+    offline = ["--no-deps", "--no-build-isolation", "--no-index"]
+    pip("wheel", *offline, "--wheel-dir", str(tmp_path), str(source))
+    (built,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(built) as archive:
+        known = archive.read("slipstream/_commit").decode().strip()
+    asked = ["git", "-C", str(ROOT), "rev-parse", "--short=12", "HEAD"]
+    head = subprocess.run(asked, capture_output=True, text=True, check=True).stdout.strip()
+    assert known.removesuffix(".dirty") == head
+
+
 def test_the_oldest_packages_that_the_wheel_takes_run_its_generated_code(wheel: Path) -> None:
     needed: dict[str, set[Version]] = {"grpcio": set(), "protobuf": set()}
     with zipfile.ZipFile(wheel) as archive:
@@ -145,6 +163,28 @@ def test_a_console_says_which_extra_is_missing(
     done = run("python", "-c", code)
     assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
     assert f"package {package}: found none" in done.stderr and command in done.stderr
+
+
+def test_the_bridge_imports_what_its_install_brings() -> None:
+    of_import = packages_distributions()
+    for path in sorted((ROOT / "policy_bridge").rglob("*.py")):
+        asked = list(PROJECT["dependencies"])
+        if path.name == "metrics.py":
+            asked += PROJECT["optional-dependencies"]["bridge-prometheus"]
+        brought = {canonicalize_name(Requirement(text).name) for text in asked}
+        for name in imported(path) - sys.stdlib_module_names - {"policy_bridge", "slipstream"}:
+            assert brought.intersection(map(canonicalize_name, of_import[name])), (path, name)
+
+
+def imported(path: Path) -> set[str]:
+    """Top-level packages that a file imports, anywhere in it."""
+    names = set[str]()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module is not None:
+            names.add(node.module)
+    return {name.partition(".")[0] for name in names}
 
 
 def test_the_locks_without_what_only_developers_use() -> None:
