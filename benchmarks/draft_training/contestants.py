@@ -1,9 +1,9 @@
 """The contestants: modules, settings, and an environment for each peer.
 
 A peer runs on the torch that ours runs on, or torch builds would be compared. Its environment
-holds the peer and the packages whose versions it needs, installed without their dependencies, and
-a .pth file that adds this interpreter's packages behind them: torch, numpy and the rest come from
-there.
+holds the peer, the packages whose versions it needs and those that an interpreter with torch and
+transformers may lack, installed without their dependencies, and a .pth file that adds the folders
+of this interpreter's packages behind them: torch, numpy and the rest come from there.
 """
 
 from __future__ import annotations
@@ -66,6 +66,16 @@ REQUIREMENTS: dict[str, tuple[str, ...]] = {
         "python-dateutil==4.0.0",
         "six==1.17.0",
         "xxhash==4.1.0",
+        "openai==3.52.0",
+        "httpx2==2.16.2",
+        "httpcore2==2.16.2",
+        "truststore==0.10.5",
+        "jiter==0.19.0",
+        "sniffio==1.3.1",
+        "pydantic==2.14.3",
+        "pydantic-core==2.50.4",
+        "annotated-types==0.8.0",
+        "typing-inspection==0.4.5",
     ),
     "specforge": (
         "specforge==0.2.0",
@@ -115,21 +125,20 @@ def python_of(peer: str, directory: Path) -> Path:
     home = directory / peer
     python = home / "bin" / "python"
     stamp = home / "installed"
-    ours = Path(torch.__file__).resolve().parents[1]
-    parts = (*REQUIREMENTS[peer], sys.version, torch.__version__, str(ours))
+    parts = (*REQUIREMENTS[peer], sys.version, torch.__version__)
     wanted = hashlib.sha256("\n".join(parts).encode()).hexdigest()
-    if stamp.exists() and stamp.read_text() == wanted:
-        return python
-    print(f"{peer}: installing {', '.join(REQUIREMENTS[peer])} into {home}", file=sys.stderr)
-    venv.create(home, clear=True, with_pip=False, symlinks=True)
-    pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "-qq"]
-    subprocess.run(
-        [*pip, "--disable-pip-version-check", "--no-deps", *REQUIREMENTS[peer]],
-        check=True,
-        stdout=sys.stderr,
-    )
-    # After pip, so that it does not take this project's packages for the peer's.
+    if not stamp.exists() or stamp.read_text() != wanted:
+        print(f"{peer}: installing {', '.join(REQUIREMENTS[peer])} into {home}", file=sys.stderr)
+        venv.create(home, clear=True, with_pip=False, symlinks=True)
+        pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "-qq"]
+        subprocess.run(
+            [*pip, "--disable-pip-version-check", "--no-deps", *REQUIREMENTS[peer]],
+            check=True,
+            stdout=sys.stderr,
+        )
+        stamp.write_text(wanted)
+    # After pip, so that it does not take this project's packages for the peer's. With the folders
+    # of PYTHONPATH, which itself would come before the peer's own packages.
     [packages] = home.glob("lib/python*/site-packages")
-    (packages / "this_project.pth").write_text(f"{ours}\n")
-    stamp.write_text(wanted)
+    (packages / "this_project.pth").write_text("\n".join(filter(None, sys.path)))
     return python

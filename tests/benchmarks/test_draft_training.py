@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import json
+import zipfile
+from collections.abc import Iterable
+from importlib import metadata
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from benchmarks.draft_training import case as cases
+from benchmarks.draft_training import contestants
 from benchmarks.draft_training.__main__ import CaseResult, Measured, main
 from benchmarks.draft_training.case import Case
+from benchmarks.workers import WorkerProcess
 
 TINY = Case("tiny", 32, 64, 4, 2, 8, 96, 48, rows=2, tokens=12, ttt_steps=2)
 
@@ -42,3 +49,49 @@ def test_targets_are_against_the_fastest_and_the_leanest_peer() -> None:
     speed, memory = result.targets()
     assert "quick" in speed.name and speed.value == 1.5 and speed.ok
     assert "lean" in memory.name and memory.value == 12 / 11 and not memory.ok
+
+
+def _needed(names: Iterable[str]) -> set[str]:
+    """With what they need, as it is installed here."""
+    found: set[str] = set()
+    left = [*names]
+    while left:
+        name = canonicalize_name(left.pop())
+        if name not in found:
+            found.add(name)
+            asked = map(Requirement, metadata.requires(name) or ())
+            left += [a.name for a in asked if a.marker is None or a.marker.evaluate({"extra": ""})]
+    return found
+
+
+def test_speculators_needs_only_torch_and_transformers_beside_its_own_packages() -> None:
+    own = {
+        canonicalize_name(Requirement(text).name)
+        for text in contestants.REQUIREMENTS["speculators"]
+    }
+    # What its modules import beside datasets.
+    assert own >= {"datasets", "hs-connectors", "openai", "pydantic", "pydantic-core"}
+    assert _needed(["openai", "pydantic"]) <= own | _needed(["torch", "transformers"])
+
+
+def test_a_peer_has_its_own_packages_and_behind_them_the_callers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wheel = tmp_path / "own-1.0-py3-none-any.whl"
+    facts = "own-1.0.dist-info"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.writestr("own.py", "WHOSE = 'the peer'")
+        archive.writestr(f"{facts}/METADATA", "Metadata-Version: 2.1\nName: own\nVersion: 1.0\n")
+        archive.writestr(f"{facts}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\n")
+        archive.writestr(f"{facts}/RECORD", "")
+    callers = tmp_path / "callers"
+    callers.mkdir()
+    (callers / "own.py").write_text("WHOSE = 'the caller'")
+    (callers / "only_here.py").write_text("import json, own; print(json.dumps({'own': own.WHOSE}))")
+    # As PYTHONPATH does at the start.
+    monkeypatch.syspath_prepend(callers)
+    monkeypatch.setenv("PYTHONPATH", str(callers))
+    monkeypatch.setitem(contestants.REQUIREMENTS, "speculators", (str(wheel),))
+    python = contestants.python_of("speculators", tmp_path / "peers")
+    with WorkerProcess("speculators", "only_here", [], tmp_path / "log", python) as worker:
+        assert worker.greeting == {"own": "the peer"}
