@@ -26,13 +26,16 @@ class GenerateGrpcCode(BuildHookInterface):  # type: ignore[type-arg]
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         """Generate ``*_pb2.py``, ``*_pb2.pyi`` and ``*_pb2_grpc.py`` next to the .proto files."""
         generate()
-        COMMIT_FILE.unlink(missing_ok=True)
-        if version != "editable":
-            COMMIT_FILE.write_text(f"{commit()}\n")
+        # Outside of git the file is the source distribution's or the image's, and stays.
+        if known := commit():
+            COMMIT_FILE.unlink(missing_ok=True)
+            if version != "editable":
+                COMMIT_FILE.write_text(f"{known}\n")
 
     def finalize(self, version: str, build_data: dict[str, Any], artifact_path: str) -> None:
         """Take the commit out of the checkout again: by its next commit it would be wrong."""
-        COMMIT_FILE.unlink(missing_ok=True)
+        if commit():
+            COMMIT_FILE.unlink(missing_ok=True)
 
 
 def commit() -> str:

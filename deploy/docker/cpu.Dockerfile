@@ -25,9 +25,8 @@ COPY policy_bridge policy_bridge
 COPY rollout_server rollout_server
 # Releases name the commit that made them; there is no .git here to ask.
 ARG COMMIT=""
-RUN python -m pip install --quiet --no-deps --no-build-isolation --no-index . \
-    && python -c "import pathlib, slipstream; \
-        pathlib.Path(slipstream.__file__).with_name('_commit').write_text('${COMMIT}')"
+RUN echo "${COMMIT}" >proto/slipstream/_commit \
+    && python -m pip install --quiet --no-deps --no-build-isolation --no-index .
 
 FROM ${PYTHON} AS base
 # vLLM links libnuma; its CPU kernels and the trainer's are compiled at the first start.

@@ -21,7 +21,10 @@ COPY proto proto
 COPY draft_trainer draft_trainer
 COPY policy_bridge policy_bridge
 COPY rollout_server rollout_server
-RUN python -m pip wheel --quiet --no-deps --no-build-isolation --no-index --wheel-dir wheels .
+# Releases name the commit that made them; there is no .git here to ask.
+ARG COMMIT=""
+RUN echo "${COMMIT}" >proto/slipstream/_commit \
+    && python -m pip wheel --quiet --no-deps --no-build-isolation --no-index --wheel-dir wheels .
 
 FROM ${VLLM} AS base
 USER 0

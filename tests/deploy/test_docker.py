@@ -113,6 +113,13 @@ def test_vllms_entry_point_starts_no_image_and_ray_up_finds_its_programs() -> No
         assert re.search(rf"apt-get install [^&]*\b{package}\b", steps["RUN"]), package
 
 
+def test_the_wheel_of_an_image_knows_its_commit(dockerfile: Path) -> None:
+    steps = stages(dockerfile)["build"]
+    (built,) = (rest for word, rest in steps if word == "RUN" and re.search(r" \.$", rest))
+    assert built.startswith('echo "${COMMIT}" >proto/slipstream/_commit && python -m pip ')
+    assert ("ARG", 'COMMIT=""') in steps[: steps.index(("RUN", built))]
+
+
 def test_packages_are_the_lock_files(dockerfile: Path) -> None:
     lock = (DEPLOY / "requirements" / "cpu.lock").read_text()
     names = {re.split("[=<> ]", line)[0] for line in lock.splitlines()}
