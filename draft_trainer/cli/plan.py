@@ -46,8 +46,9 @@ class Plan:
     """Completion lengths of an RL step in tokens: a file with one per line or a JSON list, or
     lognormal:MEDIAN,SIGMA,CAP."""
     acceptance: Rates = None
-    """Acceptance by position: accepted tokens at each draft position, divided by drafts. By default
-    the counters of --server."""
+    """Acceptance by position: accepted tokens at each draft position, divided by the drafts that
+    had a token there. vLLM's log divides by all drafts: take it with a fixed draft length only. By
+    default the counters of --server."""
     frozen_acceptance: Rates = None
     """The same for a draft that is not adapted."""
     server: Word = None

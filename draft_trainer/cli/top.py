@@ -312,9 +312,8 @@ def _fleet(status: pb.TrainerStatus, most: int) -> RenderableType:
 def _figures(seen: Seen) -> Table:
     status = seen.status
     drafts = sum(d.drafts for d in status.last_minute)
-    columns = zip_longest(*(d.accepted_per_position for d in status.last_minute), fillvalue=0)
-    by_position = [sum(counts) / drafts for counts in columns] if drafts else []
-    length = number(1 + sum(by_position) if drafts else None)
+    accepted = sum(sum(d.accepted_per_position) for d in status.last_minute)
+    length = number(1 + accepted / drafts if drafts else None)
     full = 100 * status.replay_bytes / max(1, status.replay_capacity_bytes)
     loss = number(status.loss if status.HasField("loss") else None)
     gate = "  ".join(f"{status.verdicts[name]} {name}" for name in ("passed", "failed"))
@@ -329,7 +328,7 @@ def _figures(seen: Seen) -> Table:
     rows: dict[str, Text] = {
         "length": _line(
             (length, "bold green" if drafts else "dim"),
-            f"  by position {shares(by_position) or DASH}",
+            f"  by position {_by_position(*status.last_minute)}",
             (f"  {drafts / 60:.0f} drafts/s in the last minute", "dim"),
         ),
         "samples": _line(
@@ -368,13 +367,12 @@ def _speed_up(status: pb.TrainerStatus) -> str:
 def _server_cells(server: console.ServerView) -> list[object]:
     state, drafted = server.state, server.last_minute
     length = drafted.acceptance_length if drafted.HasField("acceptance_length") else None
-    accepted = drafted.accepted_per_position
     return [
         clean(server.address),
         state.draft_version if server.HasField("state") else DASH,
         state.policy_version if state.HasField("policy_version") else DASH,
         number(length),
-        shares(count / drafted.drafts for count in accepted) if drafted.drafts else DASH,
+        _by_position(drafted),
         clean(server.error or state.not_ready),
     ]
 
@@ -390,6 +388,14 @@ def _state_of(server: console.ServerView) -> tuple[str, str]:
     if server.state.speculation_wanted:
         return "ready, no draft pays", "green"
     return "ready, drafting off", "yellow"
+
+
+def _by_position(*drafted: console.Drafted) -> str:
+    """Shares of the drafts that had a token there."""
+    tried = map(sum, zip_longest(*(one.tried_per_position for one in drafted), fillvalue=0))
+    accepted = map(sum, zip_longest(*(one.accepted_per_position for one in drafted), fillvalue=0))
+    pairs = zip(tried, accepted, strict=False)
+    return shares(count / drafts for drafts, count in pairs if drafts) or DASH
 
 
 def number(value: float | None, form: str = ".3f") -> str:

@@ -13,7 +13,6 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
-from itertools import zip_longest
 
 from draft_trainer.config import TrainerConfig
 from draft_trainer.counters import Counters, by_label, total
@@ -58,14 +57,13 @@ def last_minute(recent: Iterable[tuple[str, Seen]]) -> dict[str, list[console.Dr
 
 
 def _drafted(version: int, batches: Sequence[Batch]) -> console.Drafted:
-    drafts = sum(batch.drafts for batch in batches)
-    columns = zip_longest(*(batch.accepted for batch in batches), fillvalue=0)
-    accepted = [sum(column) for column in columns]
+    total = sum(batches, Batch((), ()))
     return console.Drafted(
         draft_version=version,
-        drafts=drafts,
-        accepted_per_position=accepted,
-        acceptance_length=1 + sum(accepted) / drafts,
+        drafts=total.drafts,
+        tried_per_position=total.tried,
+        accepted_per_position=total.accepted,
+        acceptance_length=1 + sum(total.accepted) / total.drafts,
     )
 
 

@@ -22,7 +22,8 @@ from slipstream.errors import RefusedError
 
 
 def check_rates(rates: Sequence[float]) -> tuple[float, ...]:
-    """Acceptance by position: the share of drafts whose position i was accepted, i = 1, 2, ...
+    """Acceptance by position: of drafts that had a token at position i, the share whose token there
+    was accepted, i = 1, 2, ...
 
     Raises:
         RefusedError: it is empty, leaves 0..1, or rises with the position.
@@ -33,8 +34,8 @@ def check_rates(rates: Sequence[float]) -> tuple[float, ...]:
         raise RefusedError(
             "acceptance by position",
             f"{list(rates)}",
-            "shares of all drafts in 0..1, none above the one before it",
-            "give accepted tokens at each position divided by drafts, as vLLM counts them",
+            "shares of drafts in 0..1, none above the one before it",
+            "give accepted tokens at each position divided by the drafts that had a token there",
         )
     return tuple(rates)
 

@@ -50,7 +50,7 @@ def test_acceptance_of_the_last_minute_by_server_and_release(
     def grew(address: str, version: int, drafts: int, accepted: list[int]) -> None:
         counts = rollout_server_pb2.AcceptanceCounters(
             draft_version=version,
-            tried_per_position=[drafts] * 3,
+            tried_per_position=[drafts] * len(accepted),
             accepted_per_position=accepted,
         )
         watch._note(address, rollout_server_pb2.AcceptanceReport(counters=[counts]), {})
@@ -59,7 +59,7 @@ def test_acceptance_of_the_last_minute_by_server_and_release(
         return status.last_minute(watch.recent(status.WINDOW_SECONDS))
 
     grew("a:1", 0, 100, [90, 80, 70])
-    grew("b:1", 0, 300, [100, 0, 0])
+    grew("b:1", 0, 300, [100])
     grew("a:1", 1, 10, [10, 10, 10])
     clock.now += 30
     grew("a:1", 1, 10, [0, 0, 0])
@@ -67,7 +67,12 @@ def test_acceptance_of_the_last_minute_by_server_and_release(
     assert set(found) == {"", "a:1", "b:1"}
     zero, one = found[""]
     assert (zero.draft_version, zero.drafts) == (0, 400)
+    assert list(zero.tried_per_position) == [400, 100, 100]
     assert list(zero.accepted_per_position) == [190, 80, 70]
+    console = Console(width=160, highlight=False)
+    with console.capture() as taken:
+        console.print(picture(Seen("", TrainerStatus(last_minute=[zero]))))
+    assert "1.850  by position .47 .80 .70" in taken.get()
     assert {d.draft_version: d.acceptance_length for d in found[""]} == {
         0: 1 + 340 / 400,
         1: 1 + 30 / 20,

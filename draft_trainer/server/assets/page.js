@@ -25,17 +25,19 @@ function element(name, className, text) {
   return node;
 }
 
-// Drafts of all releases together: verification steps, and accepted tokens by position.
+// Drafts of all releases together: verification steps, and by position, tokens tried and accepted.
 function together(drafted) {
-  const all = { drafts: 0, accepted: [] };
+  const all = { drafts: 0, tried: [], accepted: [] };
   for (const one of drafted) {
     all.drafts += Number(one.drafts);
-    one.accepted_per_position.forEach((count, place) => {
-      all.accepted[place] = (all.accepted[place] || 0) + Number(count);
-    });
+    for (const kind of ["tried", "accepted"]) {
+      one[`${kind}_per_position`].forEach((count, place) => {
+        all[kind][place] = (all[kind][place] || 0) + Number(count);
+      });
+    }
   }
   all.length = all.drafts ? 1 + all.accepted.reduce((a, b) => a + b, 0) / all.drafts : null;
-  all.shares = all.drafts ? all.accepted.map((count) => count / all.drafts) : [];
+  all.shares = all.tried.filter(Boolean).map((count, place) => all.accepted[place] / count);
   return all;
 }
 
