@@ -58,10 +58,10 @@ CMD ["--help"]
 FROM base AS ray
 USER 0
 # `ray up` copies its files with rsync, and starts the container with a shell in the place of vLLM's entry point.
-# It sets up the head; the head's container sets up the workers by ssh.
+# It sets up the head; the head's container sets up the workers by ssh. KubeRay to 1.5 probes with wget.
 # hadolint ignore=DL3008
 RUN apt-get update \
-    && apt-get install --yes --no-install-recommends openssh-client rsync \
+    && apt-get install --yes --no-install-recommends openssh-client rsync wget \
     && rm -rf /var/lib/apt/lists/* \
     && python3 -m pip install --no-cache-dir --quiet "ray[default]==2.60.0"
 USER 10001:10001

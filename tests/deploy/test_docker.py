@@ -102,14 +102,14 @@ def test_services_are_started_and_probed_as_they_are(dockerfile: Path) -> None:
         assert port_of(probe[3]) in ports - {defaults.metrics_port, 8000}
 
 
-def test_vllms_entry_point_starts_no_image_and_ray_up_finds_its_programs() -> None:
+def test_vllms_entry_point_starts_no_image_and_ray_finds_its_programs() -> None:
     (gpu,) = (stages(file) for file in FILES if file.name.startswith("gpu"))
     for name in gpu.keys() - {"build", "base"}:
         assert "ENTRYPOINT" in dict(gpu[name]), name
     # Ray starts the container with a shell as its command.
     steps = dict(gpu["ray"])
     assert json.loads(steps["ENTRYPOINT"]) == []
-    for package in ("openssh-client", "rsync"):
+    for package in ("openssh-client", "rsync", "wget"):
         assert re.search(rf"apt-get install [^&]*\b{package}\b", steps["RUN"]), package
 
 
