@@ -44,7 +44,7 @@ class Counters:
         registry: holds every metric here, for ``/metrics``.
         loss: training loss of the last step; None before it.
         step_acceptance: expected acceptance at each TTT step of the last step, each in [0, 1].
-        idle: whether there is nothing to train on.
+        idle: whether no step is made: there is nothing to train on, or training is paused.
         training_error: why the training thread ended, or what it waits for; empty while it runs.
         servers: rollout servers when they were last asked: "known" ones, "reachable" of them, of
             these "ready" ones and "current" ones, which serve the release that they should.

@@ -132,7 +132,8 @@ def _training(status: TrainerStatus, config: TrainerConfig) -> Found:
         return PROBLEM, found, f"send more prompts, or lower {share}"
     if not steps:
         return WAITING, f"no optimizer step yet, {pending} samples wait for it", ""
-    return OK, f"{steps} steps, {status.samples_pending} samples wait", ""
+    decision = f"; {status.training_decision}" if status.training_decision else ""
+    return OK, f"{steps} steps, {pending} samples wait{decision}", ""
 
 
 def _gate(status: TrainerStatus, config: TrainerConfig) -> Found:

@@ -94,7 +94,11 @@ FACTS: tuple[Fact[TrainerStatus], ...] = (
         "Seconds that training for one policy version takes from the loop. No series unless "
         "`economy.mode` is when-it-pays, and while not known.",
     ),
-    _is("idle", "1 while there is nothing to train on."),
+    _is(
+        "idle",
+        "1 while no step is made: there is nothing to train on, or training is paused "
+        "(`training_paused`).",
+    ),
     _is(
         "training_paused",
         "1 while samples only measure the served draft: training does not pay, or "

@@ -106,6 +106,10 @@ FEW = "124 held-out anchors in 3 prompts, 200 in 4 are needed"
         ),
         ({"train_steps": 0, "samples_pending": 9}, "training", WAITING, "no optimizer step", ""),
         (
+            {"training_decision": "training pays: it saves 9 s"},
+            *("training", OK, "50 steps, 0 samples wait; training pays: it saves 9 s", ""),
+        ),
+        (
             {"train_steps_skipped": 51},
             *("training", PROBLEM, "51 steps were skipped", "training.learning_rate"),
         ),
