@@ -1,4 +1,4 @@
-"""``python -m benchmarks.gpu.pack``: wheels for a machine without an index, in parts of 60 MiB.
+"""``python -m benchmarks.gpu.pack``: wheels for a machine without an index, in parts of 24 MiB.
 
 ``split WHEELS PARTS`` cuts every wheel of a folder and writes ``manifest.json`` beside the parts;
 ``join PARTS WHEELS`` puts them together again. A wheel of which a part is missing or altered is
@@ -15,7 +15,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-PART_BYTES = 60 << 20
+# Beside a checkout, which has as much, where 64 MiB travel at a time.
+PART_BYTES = 24 << 20
 MANIFEST = "manifest.json"
 
 

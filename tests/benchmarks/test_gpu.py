@@ -260,6 +260,13 @@ def test_wheels_come_back_as_they_were(tmp_path: Path) -> None:
     assert back == contents
 
 
+def test_a_part_travels_beside_the_repository() -> None:
+    listed = ["git", "-C", str(ROOT), "ls-files", "-z"]
+    names = subprocess.run(listed, capture_output=True, text=True, check=True).stdout.split("\0")
+    tracked = sum((ROOT / name).lstat().st_size for name in names if (ROOT / name).exists())
+    assert tracked + pack.PART_BYTES < 64 << 20
+
+
 @pytest.mark.parametrize("damage", ["missing", "altered", "swapped", "path", "no manifest"])
 def test_a_damaged_wheel_is_skipped_by_name(
     damage: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
