@@ -105,7 +105,7 @@ PARTS: dict[int, dict[str, Section]] = {
             180.0,
             (
                 Bound("forward with a window over one without", "at most", 1.01),
-                Bound("samples accepted", "at least", 1.0),
+                Bound("share of the samples accepted", "at least", 1.0),
                 Bound("samples shed", "at most", 0),
             ),
         ),

@@ -345,13 +345,16 @@ def capture(bench: Bench) -> Figures:
                 if not bridge.flush(_FLUSH_SECONDS):
                     raise NotMeasuredError(f"a window was not sent in {_FLUSH_SECONDS:.0f} s")
             stats = bridge.stats()
+    missed = stats.captures_skipped + stats.captures_refused
+    if missed or stats.capture_off_reason:
+        why = stats.capture_off_reason or stats.last_error
+        raise NotMeasuredError(f"{missed} of {len(on)} windows took nothing: {why}")
     # The first window has the policy announced beside it.
     ratios = sorted(a / b for a, b in zip(on[1:], off[1:], strict=True))
     return {
         "forward with a window over one without": ratios[len(ratios) // 2],
         "seconds_without": sorted(off)[len(off) // 2],
-        "capture_off_reason": stats.capture_off_reason,
-        "samples accepted": stats.accepted,
+        "share of the samples accepted": stats.accepted / (rows * len(on)),
         "samples shed": sum(stats.shed.values()),
     }
 

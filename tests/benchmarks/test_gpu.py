@@ -52,9 +52,7 @@ def test_every_section_runs_and_no_target_is_measured(part: int, tmp_path: Path)
         assert parity["cosine of the gradients"] > 0.99999
         assert parity["difference of the acceptance length"] == 0.0
     else:
-        assert sections["capture"]["figures"]["capture_off_reason"] == ""
-        # All four rows of each of four windows.
-        assert sections["capture"]["figures"]["samples accepted"] == 16
+        assert sections["capture"]["figures"]["share of the samples accepted"] == 1.0
         assert sections["capture"]["figures"]["samples shed"] == 0
         (shed,) = (b for b in gpu.PARTS[2]["capture"].bounds if b.figure == "samples shed")
         assert shed.target(0).ok and not shed.target(1).ok
@@ -66,7 +64,17 @@ def test_windows_that_are_not_copied_are_counted(
     config = partial(gpu.sections.BridgeConfig, outbox_bytes=1)
     monkeypatch.setattr(gpu.sections, "BridgeConfig", config)
     figures = gpu.sections.capture(bench(tmp_path))
-    assert (figures["samples accepted"], figures["samples shed"]) == (0, 16)
+    # All four rows of each of four windows.
+    assert (figures["share of the samples accepted"], figures["samples shed"]) == (0.0, 16)
+
+
+def test_windows_that_take_nothing_are_no_figure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = partial(gpu.sections.BridgeConfig, bytes_per_step=0)
+    monkeypatch.setattr(gpu.sections, "BridgeConfig", config)
+    with pytest.raises(NotMeasuredError, match=r"4 of 4 windows took nothing: .*bytes_per_step"):
+        gpu.sections.capture(bench(tmp_path))
 
 
 def test_only_capture_needs_transformers() -> None:
