@@ -194,7 +194,12 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--device", choices=("cpu", "cuda"), default="cuda", help="what is measured")
     add("--parts", type=Path, help="folder of `pack split`: the peers' wheels, without an index")
     add("--tiny", action="store_true", help="shapes of a few kilobytes; no target is measured")
-    return parser.parse_args(argv)
+    chosen = parser.parse_args(argv)
+    known = dict.fromkeys(name for number in chosen.part for name in PARTS[number])
+    for name in chosen.only.split(",") if chosen.only else ():
+        if name not in known:
+            parser.error(f"--only: found {name}, expected some of {', '.join(known)}; see --part")
+    return chosen
 
 
 if __name__ == "__main__":

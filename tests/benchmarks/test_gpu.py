@@ -233,6 +233,15 @@ def test_a_section_that_fails_does_not_end_the_others_and_is_no_pass(
     assert written == [["first", "second", "third", "fourth", "late"]]
 
 
+@pytest.mark.parametrize("only", ["parety", "parity,capture", "parity,"])
+def test_a_section_that_is_not_there_is_refused(
+    only: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        gpu.main([*SELF_CHECK, "--part=1", f"--only={only}"])
+    assert "expected some of ceilings, parity, waits" in capsys.readouterr().err
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_it_says_so() -> None:
     with pytest.raises(SystemExit, match="found cuda and no GPU"):
