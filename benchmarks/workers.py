@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -16,6 +17,8 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 CLOSE_SECONDS = 60.0
+# Killed with this process, however it ends.
+TIED = ["setpriv", "--pdeathsig", "KILL"] if shutil.which("setpriv") else []
 
 
 class WorkerError(RuntimeError):
@@ -58,7 +61,7 @@ class WorkerProcess:
             settings["PYTHONPATH"] = f"{ROOT}{os.pathsep}{ROOT / 'proto'}"
         with log.open("a") as stderr:
             self._process = subprocess.Popen(
-                [str(python), "-m", module, *arguments],
+                [*TIED, str(python), "-m", module, *arguments],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=stderr,

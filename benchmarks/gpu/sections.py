@@ -20,7 +20,7 @@ import torch
 
 from benchmarks.draft_training.case import SHAPES, Case
 from benchmarks.gpu.bench import Bench, K, NotMeasuredError, draft_of, rollouts
-from benchmarks.harness import say
+from benchmarks.workers import TIED
 from draft_trainer.config import TrainingConfig
 from draft_trainer.drafters.acceptance import expected_acceptance
 from draft_trainer.drafters.batch import batches
@@ -32,7 +32,6 @@ from slipstream.errors import RefusedError
 
 Figures = dict[str, Any]
 _DRILLS = 3
-_PEERS = ("specforge", "speculators")
 _FLUSH_SECONDS = 60.0
 
 
@@ -144,34 +143,30 @@ def gate(bench: Bench) -> Figures:
 
 
 def training(bench: Bench) -> Figures:
-    """A step alone, then beside SpecForge's and speculators'."""
-    case = replace(bench.case, name="gpu")
-    alone = _draft_training(bench, case, "", bench.seconds_left)
+    """A step alone."""
+    case = bench.case
+    alone = _draft_training(bench, "", bench.seconds_left)
     seconds = alone["contestants"]["ours"]["seconds"]["median"]
-    figures: Figures = {
+    return {
         "case": alone,
         "tokens_a_second": case.rows * case.tokens / seconds,
         "share of the products' ceiling": training_flops(case)
         / seconds
         / bench.ceilings["product_flops"],
     }
-    reasons: dict[str, str] = {}
-    figures["reasons"] = reasons
-    # A machine without an index has the peers that ``pack`` brought, or none.
-    for number, peer in enumerate(() if bench.tiny else _PEERS):
-        share = bench.seconds_left / (len(_PEERS) - number)
-        try:
-            figures[peer] = found = _draft_training(bench, case, peer, share)
-        except NotMeasuredError as error:
-            reasons[f"speed against {peer}"] = str(error)
-            say(f"{peer}: {error}")
-        else:
-            figures[f"speed against {peer}"] = found["speed_against"][peer]["median"]
-    return figures
 
 
-def _draft_training(bench: Bench, case: Case, peer: str, seconds: float) -> Figures:
+def beside(bench: Bench, peer: str, share: float) -> Figures:
+    """A step beside a peer's, in a share of the seconds that are left."""
+    if bench.tiny:
+        raise NotMeasuredError("a self-check installs no peers")
+    found = _draft_training(bench, peer, share * bench.seconds_left)
+    return {"case": found, f"speed against {peer}": found["speed_against"][peer]["median"]}
+
+
+def _draft_training(bench: Bench, peer: str, seconds: float) -> Figures:
     """The figures of ``benchmarks.draft_training`` on the case, against one peer or none."""
+    case = replace(bench.case, name="gpu")
     out = bench.folder / f"training-{peer or 'alone'}.json"
     options = [f"--against={peer}", "--cases=gpu", f"--ttt-steps={K}", f"--json={out}"]
     options += [f"--device={bench.device.type}", f"--dtypes={case.dtype}", "--rounds=7"]
@@ -192,7 +187,7 @@ def run_group(command: Sequence[str], seconds: float) -> None:
     Raises:
         NotMeasuredError: it was not done in time.
     """
-    process = subprocess.Popen(command, stdout=sys.stderr, start_new_session=True)
+    process = subprocess.Popen([*TIED, *command], stdout=sys.stderr, start_new_session=True)
     try:
         process.wait(max(seconds, 1.0))
     except subprocess.TimeoutExpired as error:

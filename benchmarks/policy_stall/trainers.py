@@ -7,7 +7,6 @@ proxy that reads RATE bytes a second, so that the sender's buffers fill up.
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import socket
 import subprocess
@@ -18,13 +17,12 @@ from collections.abc import Collection
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 
+from benchmarks.workers import TIED
 from examples.arithmetic_grpo.processes import Service, free_port
 
 # Not the script, which is not beside the interpreter where packages are in a folder of their own.
 DRAFT_TRAINER = [sys.executable, "-m", "draft_trainer.cli.main"]
 READY_SECONDS = 240.0
-# Killed with this process, however it ends.
-TIED = ["setpriv", "--pdeathsig", "KILL"] if shutil.which("setpriv") else []
 NICE = [*TIED, "nice", "-n", "19"]
 SLOW_BYTES_PER_SECOND = 1_000_000
 FULL_BYTES = "64k"

@@ -23,7 +23,7 @@ from benchmarks.gpu import __main__ as gpu
 from benchmarks.gpu import pack
 from benchmarks.gpu.bench import Bench, NotMeasuredError
 from benchmarks.gpu.sections import training_flops
-from benchmarks.workers import WorkerProcess
+from benchmarks.workers import TIED, WorkerProcess
 from tests.deploy.manifests import ROOT
 
 SELF_CHECK = ["--device=cpu", "--tiny"]
@@ -42,7 +42,8 @@ def test_every_section_runs_and_no_target_is_measured(part: int, tmp_path: Path)
     sections = found["sections"]
     assert list(sections) == list(gpu.PARTS[part])
     statuses = {name: section["status"] for name, section in sections.items()}
-    assert statuses.pop("memory", "not measured") == "not measured"
+    for name in ("memory", "specforge", "speculators"):
+        assert statuses.pop(name, "not measured") == "not measured"
     assert set(statuses.values()) == {"measured"}, found["sections"]
     bounds = [bound for section in gpu.PARTS[part].values() for bound in section.bounds]
     assert found["not_measured"].keys() == {b.figure for b in bounds} | set(gpu.NOT_BUILT)
@@ -117,11 +118,14 @@ def test_a_peer_that_is_not_done_costs_only_its_own_figure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given: dict[str, float] = {}
+    written: dict[str, list[str]] = {}
+    out = tmp_path / "figures.json"
 
     def run(command: Sequence[str], seconds: float) -> None:
         options = dict(word.split("=", 1) for word in command if word.startswith("--"))
         peer = options["--against"]
         given[peer] = seconds
+        written[peer] = list(json.loads(out.read_text())["sections"]) if out.exists() else []
         if peer == "specforge":
             raise NotMeasuredError("not done in time")
         case = {
@@ -130,26 +134,28 @@ def test_a_peer_that_is_not_done_costs_only_its_own_figure(
         }
         Path(options["--json"]).write_text(json.dumps({"cases": [case]}))
 
-    monkeypatch.setattr(gpu.sections, "run_group", run)
-    chosen = bench(tmp_path, tiny=False)
-    chosen.ceilings["product_flops"] = 1e15
-    figures = gpu.sections.training(chosen)
-    assert list(given) == ["", "specforge", "speculators"]
-    assert given["specforge"] == pytest.approx(given[""] / 2, rel=0.1)
-    assert figures["share of the products' ceiling"] == training_flops(chosen.case) / 2e15
-    assert "speed against specforge" not in figures
-    assert figures["speed against speculators"] == 3.0
-
     def with_a_ceiling(bench: Bench) -> dict[str, object]:
         bench.ceilings["product_flops"] = 1e15
         return gpu.sections.training(bench)
 
-    section = gpu.PARTS[1]["training"]._replace(run=with_a_ceiling)
-    monkeypatch.setattr(gpu, "PARTS", {1: {"training": section}})
+    sections = {name: gpu.PARTS[1][name] for name in ("training", "specforge", "speculators")}
+    sections["training"] = sections["training"]._replace(run=with_a_ceiling)
+    monkeypatch.setattr(gpu, "PARTS", {1: sections})
     monkeypatch.setattr(Bench, "cuda", True)
-    out = tmp_path / "figures.json"
+    monkeypatch.setattr(gpu.sections, "run_group", run)
     gpu.main(["--device=cpu", "--part=1", f"--json={out}"])
-    absent = json.loads(out.read_text())["not_measured"]
+    assert list(given) == ["", "specforge", "speculators"]
+    assert given["specforge"] == pytest.approx(given[""] / 2, rel=0.1)
+    assert given["speculators"] == pytest.approx(given[""], rel=0.1)
+    # What was measured lies on disk before a peer begins.
+    assert written == {"": [], "specforge": ["training"], "speculators": ["training", "specforge"]}
+    found = json.loads(out.read_text())
+    figures = {name: section["figures"] for name, section in found["sections"].items()}
+    flops = training_flops(bench(tmp_path, tiny=False).case)
+    assert figures["training"]["share of the products' ceiling"] == flops / 2e15
+    assert figures["specforge"] == {}
+    assert figures["speculators"]["speed against speculators"] == 3.0
+    absent = found["not_measured"]
     assert absent.keys() == {"speed against specforge", *gpu.NOT_BUILT}
     assert absent["speed against specforge"] == "not done in time"
 
@@ -164,6 +170,34 @@ def test_no_process_of_a_group_that_is_not_done_is_left(tmp_path: Path) -> None:
         gpu.sections.run_group(["sh", "-c", code, "", str(fifo)], 2.0)
     assert os.read(reader, 2) == b"\n"
     # The pipe ends with its last writer.
+    assert select.select([reader], [], [], 30.0)[0] == [reader]
+    assert os.read(reader, 1) == b""
+    os.close(reader)
+
+
+@pytest.mark.skipif(not TIED, reason="there is no setpriv")
+def test_no_process_outlives_the_benchmark_that_is_killed(tmp_path: Path) -> None:
+    """The benchmark, a command of its own group, and that one's worker in the midst of a step."""
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    reader = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
+    (tmp_path / "busy.py").write_text(
+        f"import time\nfile = open({str(fifo)!r}, 'wb', 0)\nfile.write(b'!')\ntime.sleep(600)\n"
+    )
+    work = (
+        "from pathlib import Path; from benchmarks.workers import WorkerProcess\n"
+        f"WorkerProcess('busy', 'busy', [], Path({str(tmp_path / 'log')!r}))"
+    )
+    code = (
+        "import sys; from benchmarks.gpu.sections import run_group\n"
+        f"run_group([sys.executable, '-c', {work!r}], 600.0)"
+    )
+    path = os.pathsep.join(map(str, (ROOT, tmp_path)))
+    killed = subprocess.Popen([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": path})
+    select.select([reader], [], [], 60.0)
+    assert os.read(reader, 2) == b"!"
+    killed.kill()
+    killed.wait()
     assert select.select([reader], [], [], 30.0)[0] == [reader]
     assert os.read(reader, 1) == b""
     os.close(reader)
