@@ -273,7 +273,8 @@ class GateSection(Section):
         confidence: of the interval of that gain.
         min_anchors: held-out anchors without which nothing passes; None: ``needed_anchors``.
         newest_versions: policy versions whose held-out states count.
-        max_tokens: held-out tokens of one decision.
+        max_tokens: held-out tokens of one decision; more, where one sample each of
+            ``ENOUGH_PROMPTS`` prompts takes more.
     """
 
     min_gain: Annotated[float, Field(ge=0.0, allow_inf_nan=False)] = 0.0

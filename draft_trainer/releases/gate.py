@@ -320,27 +320,13 @@ class Gate:
         return result, best
 
     def measure(self, run: Run) -> float | None:
-        """Expected acceptance length of the promoted release on the newest held-out states; None
-        where there are too few, or they cannot be read now."""
-        with self._lock:
-            _, head = self._promoted()
-            try:
-                drafting = self.drafting()
-                held = self._held_out(run, head, drafting[0])
-                device = self.config.training.device
-                found = self._with_room(
-                    lambda tokens: _estimate(head.to(device), held, run.heads, *drafting, tokens)
-                )
-            except RefusedError as error:
-                if error.field not in _NOT_NOW:
-                    raise
-                logger.warning("not measured: %s: %s", _NOT_NOW[error.field], error)
-                return None
-        return (
-            found.acceptance_length
-            if found and found.drafts >= self.config.gate.needed_anchors(len(set(found.groups)))
-            else None
-        )
+        """Expected acceptance length of the promoted release on the states that ``judge`` would
+        compare it on; None where it would not."""
+        result, _ = self.judge(tuple, run, None)
+        if result.HasField("gate"):
+            return result.gate.incumbent_acceptance_length
+        logger.info("the promoted draft was not measured: %s", result.reason)
+        return None
 
     def _with_room(self, action: Callable[[int], T]) -> T | None:
         """What an action on passes of so many tokens gives; None where even half are too many."""
@@ -418,12 +404,13 @@ class Gate:
         return self._incumbent
 
     def _held_out(self, run: Run, head: Draft, k: int) -> list[Sample]:
-        """Held-out samples, at most ``gate.max_tokens`` of them: of every prompt the newest first.
+        """Held-out samples of ``gate.max_tokens`` in all: of every prompt the newest first.
 
         Without those on which the head cannot be unrolled as far as the fleet drafts, ``k`` tokens.
 
         Those that their teacher sampled come before all others. Prompts are what the interval
-        counts: sixteen completions of one say little more than two.
+        counts: sixteen completions of one say little more than two, and where the newest of each of
+        ``ENOUGH_PROMPTS`` are more tokens than that, they are chosen all the same.
         Where the newest versions have too few, those before them count too.
         """
         config, most = self.config.gate, self.config.replay.max_policy_lag + 1
@@ -445,10 +432,12 @@ class Gate:
             ranked.append((not sample.on_policy, before[sample.group], age, sample))
             before[sample.group] += 1
         chosen: list[Sample] = []
-        tokens = 0
+        groups, tokens = set[str](), 0
         for *_, sample in sorted(ranked, key=lambda entry: entry[:3]):
             tokens += sample.tokens
-            if tokens > self.config.gate.max_tokens:
-                break
+            enough = sample.group in groups or len(groups) >= ENOUGH_PROMPTS
+            if enough and tokens > self.config.gate.max_tokens:
+                continue
+            groups.add(sample.group)
             chosen.append(sample)
         return chosen

@@ -11,7 +11,7 @@ import math
 import re
 from collections.abc import Mapping
 
-from draft_trainer.config import HELD_OUT_MOST, TrainerConfig
+from draft_trainer.config import ENOUGH_PROMPTS, HELD_OUT_MOST, TrainerConfig
 from draft_trainer.releases.client import drafts_wanted
 from draft_trainer.releases.gate import MIN_CLUSTERS
 from draft_trainer.training.learner import DEVICE_MEMORY
@@ -155,12 +155,15 @@ def _gate(status: TrainerStatus, config: TrainerConfig) -> Found:
             needed / max(result.held_out_anchors, 1),
             MIN_CLUSTERS / result.held_out_prompts,
         )
+        # Fewer prompts than that are never left out for it.
+        bound = f" or gate.max_tokens ({gate.max_tokens})"
+        bound = bound if result.held_out_prompts >= ENOUGH_PROMPTS else ""
         return (
             PROBLEM,
             result.reason,
             f"set replay.held_out_fraction to {min(0.5, math.ceil(100 * share * more) / 100):g} "
             f"({share:g} now), send more prompts per policy version, or raise "
-            f"replay.max_policy_lag ({config.replay.max_policy_lag})",
+            f"replay.max_policy_lag ({config.replay.max_policy_lag}){bound}",
         )
     if result.outcome == "not_measured":
         return (

@@ -221,6 +221,15 @@ def test_what_is_wrong_is_said_with_the_key_to_turn(
         assert first_problem([*diagnosis.values()]) == one
 
 
+def test_the_bound_on_held_out_tokens_is_named_only_where_it_may_be_the_cause() -> None:
+    for prompts, named in ((7, False), (8, True)):
+        few = Verdict(
+            outcome="not_measured", reason=FEW, held_out_anchors=50, held_out_prompts=prompts
+        )
+        gate = found(healthy(last_verdict=few))["gate"]
+        assert ("or gate.max_tokens (16384)" in gate.next_step) == named
+
+
 def test_a_problem_is_logged_once_and_again_when_it_comes_back(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

@@ -142,6 +142,18 @@ def pass_rate(values: Tensor, prompts: int) -> float:
     return passed / DRAWS
 
 
+def gate_of(
+    tmp_path: Path, policy: Policy, incumbent: Eagle3Head, held: list[Sample], **config: Any
+) -> tuple[gate.Gate, Any]:
+    """A gate with this incumbent, and a run with these held-out samples."""
+    unused: Any = None
+    made = gate.Gate(
+        make_config(tmp_path, gate=config), unused, unused, Counters(), lambda: (3, "probabilistic")
+    )
+    made._promoted = lambda: (0, incumbent)  # type: ignore[method-assign]
+    return made, SimpleNamespace(heads=policy.heads(), held_out=lambda _: held, run_id="run")
+
+
 def test_rollouts_of_older_policy_versions_are_left_out_or_said(
     tmp_path: Path, trained: tuple[Policy, Eagle3Head, Eagle3Head]
 ) -> None:
@@ -169,6 +181,22 @@ def test_rollouts_of_older_policy_versions_are_left_out_or_said(
     assert few.gate.prompts == 21
     assert "80 of 84 held-out samples were sampled by other policy versions" in few.reason
     assert judged(*older).outcome == "passed"
+    assert judged(*own[:12]).outcome == "not_measured"  # of 3 prompts
+
+
+def test_a_bound_on_tokens_leaves_the_prompts_that_a_decision_needs(
+    tmp_path: Path, trained: tuple[Policy, Eagle3Head, Eagle3Head]
+) -> None:
+    """Of each one sample, where these are longer than the bound."""
+    policy, incumbent, candidate = trained
+    held = completions(policy, 10, seed=1)
+    for bound, prompts, chosen in ((40, 8, 8), (230, 10, 11), (10_000, 10, 40)):
+        made, run = gate_of(tmp_path, policy, incumbent, held, max_tokens=bound)
+        figures = made.judge(lambda: [candidate], run, None)[0].gate
+        assert figures.prompts == prompts
+        assert len(made._held_out(run, incumbent, 3)) == chosen
+    made, run = gate_of(tmp_path, policy, incumbent, held[:8], max_tokens=40)
+    assert len(made._held_out(run, incumbent, 3)) == 2
 
 
 def test_rows_past_a_sliding_window_are_left_out(
