@@ -141,7 +141,7 @@ def compare(
     Args:
         config: the least gain in acceptance length (tokens per verification step), the confidence
             of the two-sided interval, and the least number of expected verification steps.
-        candidates: one of them would be released.
+        candidates: one of them would be released; none: only the incumbent is measured.
         incumbent: is released.
         samples: held-out, recent.
         policy_heads: must hold their policy versions.
@@ -175,6 +175,7 @@ def compare(
         if estimate is None or estimate.groups != theirs.groups:
             return unmeasured("ruined: its probabilities are not finite"), 0
         estimates.append(estimate)
+    estimates = estimates or [theirs]
     values = torch.stack([estimate.per_sequence for estimate in estimates])
     best = surely_best(values, theirs.groups, config.confidence)
     ours = estimates[best]

@@ -298,9 +298,6 @@ class TrainingLoop:
                 length = gate.measure(run)
             if length is not None:
                 economy.measured(length, gate.drafting()[0])
-            else:
-                reason = "the draft was not measured: too few states or memory, or as logged before"
-                logger.info("policy version %d: %s", version, reason)
         # A release takes a version or two to be made and to go live.
         lag, behind = self.candidates.config.publish.max_draft_lag, ""
         if lag:

@@ -157,7 +157,8 @@ def gate_of(
 def test_rollouts_of_older_policy_versions_are_left_out_or_said(
     tmp_path: Path, trained: tuple[Policy, Eagle3Head, Eagle3Head]
 ) -> None:
-    """The replay is of what the teacher sampled, as long as there is enough of it."""
+    """The replay is of what the teacher sampled, as long as there is enough of it; the incumbent is
+    measured alone on the same samples."""
     policy, incumbent, candidate = trained
 
     def sampled_by(version: int, count: int) -> list[Sample]:
@@ -167,10 +168,10 @@ def test_rollouts_of_older_policy_versions_are_left_out_or_said(
         return samples
 
     def judged(*samples: Sample) -> release_pb2.Verdict:
-        run = SimpleNamespace(heads=policy.heads(), held_out=lambda newest: list(samples))
-        config, drafting = make_config(tmp_path), lambda: (3, "probabilistic")
-        made = gate.Gate(config, None, None, Counters(), drafting)  # type: ignore[arg-type]
-        verdict, _ = made._compared(lambda: [candidate], incumbent, run)  # type: ignore[arg-type]
+        made, run = gate_of(tmp_path, policy, incumbent, list(samples))
+        verdict, _ = made.judge(lambda: [candidate], run, None)
+        measured = verdict.gate.incumbent_acceptance_length if verdict.HasField("gate") else None
+        assert made.measure(run) == measured
         return verdict
 
     own, older = sampled_by(1, 8), sampled_by(0, 20)
@@ -234,11 +235,7 @@ def test_the_incumbent_is_measured_on_the_device_that_trains(
 ) -> None:
     """It is read into host memory, where a policy of some size takes minutes."""
     policy, incumbent, _ = trained
-    held, unused = completions(policy, 20, seed=1), cast(Any, None)
-    run: Any = SimpleNamespace(heads=policy.heads(), held_out=lambda _: held)
-    config = make_config(tmp_path)
-    made = gate.Gate(config, unused, unused, Counters(), lambda: (3, "probabilistic"))
-    made._promoted = lambda: (0, incumbent)  # type: ignore[method-assign]
+    made, run = gate_of(tmp_path, policy, incumbent, completions(policy, 20, seed=1))
     moved: list[str] = []
 
     def to(device: str) -> Eagle3Head:
@@ -247,7 +244,7 @@ def test_the_incumbent_is_measured_on_the_device_that_trains(
 
     monkeypatch.setattr(incumbent, "to", to)
     assert made.measure(run) is not None
-    assert moved == [config.training.device]
+    assert moved == [made.config.training.device]
 
 
 def test_held_out_samples_that_cannot_be_read_now_end_nothing(
