@@ -6,7 +6,6 @@ Prometheus asks.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -41,7 +40,6 @@ _SIZES = (
     "`requests` is their number, rounded up to 1, 2, 3, 4, 6, 8, 12, 16, 24 and so on. No series "
     "for kinds and sizes that have not occurred."
 )
-_NO_COST = "No series while the cost of either kind of step is unknown for every number of requests"
 _NO_POLICY = "No series until a policy is pushed through Slipstream."
 
 
@@ -122,6 +120,11 @@ def _planned(lengths: LengthChooser | None) -> dict[str, int]:
         return {}
     table = lengths.table or [0] * (lengths.largest + 1)
     return {str(n): table[n] for n in sizes_to_measure(lengths.largest)}
+
+
+def _pays(observed: Observed) -> bool | None:
+    speed_up = observed.tracker.speed_up
+    return None if speed_up is None else speed_up > 1.0
 
 
 def _behind(observed: Observed) -> int | None:
@@ -212,20 +215,21 @@ FACTS: tuple[Fact[Observed], ...] = (
     Fact(
         "break_even_acceptance_length",
         "Cost of a recent speculative step in plain steps of as many requests: speculation pays "
-        f"while the acceptance length is greater. {_NO_COST}.",
+        "while the acceptance length is greater. No series while the cost of either kind of step "
+        "is unknown for every number of requests.",
         lambda o: o.costs.break_even,
     ),
     Fact(
         "speculation_pays",
-        "1 while the live draft's acceptance length over the last minute is greater than the "
-        f"break-even one, else 0. {_NO_COST}, or while there were few drafts in the last minute.",
-        lambda o: o.costs.pays(time.monotonic()),
+        "1 while `speculation_speed_up` is greater than 1, else 0. No series while that has none.",
+        _pays,
     ),
     Fact(
         "speculation_speed_up",
-        "Estimated speed of generation with the draft lengths in use over none, at the batch sizes "
-        "of the last seconds. No series without `--speculation auto`, or while unknown.",
-        lambda o: o.lengths.speed_up if o.lengths else None,
+        "Speed of generation over that without drafts, from measured step costs and live "
+        "acceptance; with `--speculation auto` by the draft lengths in use at each batch size. No "
+        "series while a cost is not known, or while there were few drafts in the last minute.",
+        lambda o: o.tracker.speed_up,
     ),
     Fact(
         "planned_draft_length",

@@ -98,11 +98,6 @@ class StepCosts:
             return None
         return length / self.break_even
 
-    def pays(self, now: float) -> bool | None:
-        """Whether it does over the last minute; None where that is not known."""
-        speed_up = self.speed_up(now)
-        return None if speed_up is None else speed_up > 1.0
-
     def length(self, now: float) -> float | None:
         """Acceptance length of the live draft in the last minute; None while drafts are few."""
         last = self._readings[-1] if self._readings else None

@@ -104,8 +104,8 @@ def use(live: Live, policy_dir: Path, draft_dir: Path, prometheus: LocalPromethe
     live.generate(prompts(32))
     live.speculate(True)
     with live.generating(prompts(32)):
-        cost = "slipstream_rollout_break_even_acceptance_length"
-        until(lambda: bool(prometheus.query(cost)), 480)
+        known = "slipstream_rollout_speculation_speed_up"
+        until(lambda: bool(prometheus.query(known)), 480)
     live.stub.RollBack(pb.RollBackRequest(), timeout=60)
 
 

@@ -13,6 +13,7 @@ from starlette.testclient import TestClient
 
 from rollout_server.acceptance import KEPT_VERSIONS, AcceptanceTracker
 from rollout_server.control import DRAFT, POLICY, RolloutControl
+from rollout_server.draft_length import LengthChooser
 from rollout_server.metrics import FACTS, CommitCounts, Observed, RolloutCollector, negotiate
 from rollout_server.peers import Peers
 from rollout_server.step_costs import MIXED, PLAIN, SPECULATIVE, StepCosts, StepSum
@@ -36,6 +37,7 @@ class Server:
         self.tracker = AcceptanceTracker()
         self.tracker.start(0)
         self.commits, self.costs, self.refused = CommitCounts(), StepCosts(), Refusals()
+        self.chooser = LengthChooser(3, 64)
         self.store = ContentStore(tmp_path / "store", 1000)
         engine = FakeEngine()
         engine.live[POLICY] = "policy-None"
@@ -51,6 +53,7 @@ class Server:
             *(self.tracker, self.control, self.store, self.commits, self.costs, self.refused),
             draft_length=3,
             peers=Peers(),
+            lengths=self.chooser,
         )
         self.collector = RolloutCollector(observed, vllm="0.32.0")
 
@@ -69,7 +72,7 @@ def test_a_server_without_load_measures_nothing(server: Server) -> None:
     samples = scrape(server.collector)
     assert of(samples, R + "drafts_total") == {("0",): 0}, "its first draft must not begin it"
     assert of(samples, R + "all_accepted_per_position_total") == {("0",): 0, ("1",): 0, ("2",): 0}
-    for absent in ("break_even_acceptance_length", "speculation_pays", "policy_version"):
+    for absent in ("break_even_acceptance_length", "policy_version"):
         assert of(samples, R + absent) == {}, absent
     assert of(samples, R + "engine_steps_total") == {}
     assert len(of(samples, R + "commits_total")) == 12 and not sum(
@@ -182,10 +185,24 @@ def test_break_even_is_the_cost_of_like_steps(server: Server) -> None:
         draft_length="3",
     ) == pytest.approx(2.0)
     # 500 drafts since the first look, 500 accepted: 2.0 is more than 1.8.
-    assert costs.pays(2.0) is True
+    assert costs.speed_up(2.0) == pytest.approx(2.0 / 1.8)
     costs.add(4.0, sums, accepted(0, 2000, 1500))
-    assert costs.pays(4.0) is False, "1 + 1100 / 1500"
-    assert costs.pays(70.0) is None, "nothing was drafted in the last minute"
+    assert costs.speed_up(4.0) == pytest.approx((1 + 1100 / 1500) / 1.8)
+    assert costs.speed_up(70.0) is None, "nothing was drafted in the last minute"
+
+
+def test_the_speed_up_is_what_the_state_says(server: Server) -> None:
+    # The chooser keeps its last one while nothing is generated.
+    server.chooser.speed_up = 1.5
+    samples = scrape(server.collector)
+    for name in ("speculation_speed_up", "speculation_pays"):
+        assert of(samples, R + name) == {}, name
+    for speed_up, pays in ((1.2, 1), (1.0, 0), (0.8, 0)):
+        server.tracker.speed_up = speed_up
+        samples = scrape(server.collector)
+        assert value(samples, R + "speculation_speed_up") == speed_up
+        assert value(samples, R + "speculation_pays") == pays
+        assert server.control.state().speed_up == speed_up
 
 
 def test_only_the_last_minute_of_speculative_steps_counts() -> None:
@@ -198,9 +215,9 @@ def test_only_the_last_minute_of_speculative_steps_counts() -> None:
         costs.add(float(second), plain | {(SPECULATIVE, 1, 3): done}, accepted(1, second, 0))
     assert costs.break_even == pytest.approx(3.0)
     assert len(costs._readings) <= 32
-    assert costs.pays(120.0) is None, "60 drafts are too few"
+    assert costs.length(120.0) is None, "60 drafts are too few"
     costs.add(122.0, plain | {(SPECULATIVE, 1, 3): done}, accepted(2, 5000, 9000))
-    assert costs.pays(122.0) is None, "another draft begins a new window"
+    assert costs.length(122.0) is None, "another draft begins a new window"
     assert costs.break_even == pytest.approx(3.0)
 
 
@@ -234,13 +251,9 @@ def test_everything_in_the_catalogue_is_exposed(server: Server) -> None:
     server.costs.add(0.0, sums, accepted(3, 0, 0))
     server.costs.add(1.0, sums, accepted(3, 1000, 500))
     server.tracker.record(100, 300, 150, [80, 50, 20])
+    server.tracker.speed_up = 1.5
     samples = scrape(server.collector)
     name = R + "calls_refused_total"
     assert value(samples, name, method="Stage", code="INVALID_ARGUMENT") == 1
-    missing = {R + fact.name for fact in FACTS} - {
-        name.removesuffix("_total") for name, _ in samples
-    }
-    # The clock of the looks is not the collector's.
-    # The others are there with --speculation auto alone.
-    others = {"speculation_pays", "speculation_speed_up", "planned_draft_length"}
-    assert missing == {R + name for name in others}
+    exposed = {name.removesuffix("_total") for name, _ in samples}
+    assert {R + fact.name for fact in FACTS} <= exposed
