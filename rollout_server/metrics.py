@@ -129,7 +129,8 @@ def _pays(observed: Observed) -> bool | None:
 
 def _behind(observed: Observed) -> int | None:
     draft, policy = observed.control.live[DRAFT], observed.control.live[POLICY]
-    if policy.version is None:
+    # A draft kind without weights has no tensors, and nothing to train.
+    if policy.version is None or not draft.keys:
         return None
     return max(0, policy.version - (draft.trained_against or 0))
 
@@ -267,7 +268,8 @@ FACTS: tuple[Fact[Observed], ...] = (
     Fact(
         "draft_staleness_versions",
         "Policy versions that the live draft is behind the policy; a draft that was trained on "
-        f"none counts as trained on version 0. {_NO_POLICY}",
+        f"none counts as trained on version 0. {_NO_POLICY} Never one with `--draft-kind ngram` or "
+        "`none`.",
         _behind,
     ),
     Fact(

@@ -73,6 +73,8 @@ class Story:
         ruined = time.monotonic()
         rig.promote_ruined()
         yield self._seen("SlipstreamRolledBack", "a ruined draft loses its trial", ruined)
+        # A policy that stands still does not make its draft older.
+        rig.policy.sync(32)
         yield self._seen(
             "SlipstreamDraftStale seconds", "no newer draft since the first sync", first
         )

@@ -12,12 +12,12 @@ from starlette.applications import Starlette
 from starlette.testclient import TestClient
 
 from rollout_server.acceptance import KEPT_VERSIONS, AcceptanceTracker
-from rollout_server.control import DRAFT, POLICY, RolloutControl
+from rollout_server.control import DRAFT, POLICY, RolloutControl, Weights
 from rollout_server.draft_length import LengthChooser
 from rollout_server.metrics import FACTS, CommitCounts, Observed, RolloutCollector, negotiate
 from rollout_server.peers import Peers
 from rollout_server.step_costs import MIXED, PLAIN, SPECULATIVE, StepCosts, StepSum
-from rollout_server.store import ContentStore
+from rollout_server.store import ContentStore, WeightSource
 from slipstream.errors import Refusals, StatusCode
 from slipstream.v1 import rollout_server_pb2 as pb
 from tests.rollout_server.test_control import FakeEngine, weights
@@ -160,6 +160,9 @@ def test_versions_staleness_and_commits(server: Server) -> None:
     assert stall == [0, 1, 1]
     assert value(samples, R + "stages") == 0
     assert value(samples, R + "staged_capacity_bytes") == 1000
+    # As with a draft kind that has no weights.
+    server.control.live[DRAFT] = Weights(DRAFT, 0, WeightSource())
+    assert value(scrape(server.collector), R + "draft_staleness_versions") is None
     server.control.report("acceptance", "nothing accepted")
     assert value(scrape(server.collector), R + "ready") == 0
 
