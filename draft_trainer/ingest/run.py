@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import math
 import threading
+import time
 import uuid
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator
@@ -76,6 +77,9 @@ class Run:
         policy: as ``policy_of`` has it.
         store: holds its samples and policy versions, maybe from before a restart.
         max_policy_lag: samples of versions older than the newest by more are refused.
+
+    Attributes:
+        began: monotonic time at which this process began or continued it.
     """
 
     def __init__(
@@ -84,6 +88,7 @@ class Run:
         self.run_id = run_id
         self.policy = policy
         self.store = store
+        self.began = time.monotonic()
         self.heads = PolicyHeads(max_policy_lag + 1)
         self._max_policy_lag = max_policy_lag
         self._registering = threading.Lock()

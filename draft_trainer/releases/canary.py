@@ -28,6 +28,7 @@ from itertools import accumulate, pairwise, takewhile
 from operator import add
 
 from draft_trainer.config import CanaryConfig
+from draft_trainer.ingest.run import Run
 from draft_trainer.releases.fleet import Fleet
 from draft_trainer.releases.promotions import HISTORY_SECONDS, Batch, Figures, Promotion, Trial
 from slipstream.v1 import rollout_server_pb2 as pb
@@ -329,13 +330,16 @@ class Canary:
         config: the [canary] section.
         most: tokens that one verification step can accept, now.
         watch: of the fleet's live acceptance.
+        run: that is fed; what was drafted before it began says nothing of its policy.
     """
 
     config: CanaryConfig
     most: Callable[[], int]
     watch: AcceptanceWatch
+    run: Callable[[], Run | None] = lambda: None
+    _started: float = field(default_factory=time.monotonic)
     _began: float = field(default_factory=time.monotonic)
-    _before: tuple[int, Figures] = (0, ())
+    _before: Promotion | None = None
 
     def choose(self, holders: Sequence[str]) -> tuple[str, ...]:
         """The servers that get a release first, of those that hold it: of one that drafts too
@@ -347,20 +351,24 @@ class Canary:
         least = self.config.min_drafts
         return tuple(sorted(holders, key=lambda address: (steps[address] < least, address))[:count])
 
-    def begin(self, now: Promotion) -> None:
+    def resume(self, now: Promotion) -> None:
+        """Take over what the trainer before this one knew."""
+        self._before = now
+
+    def begin(self) -> None:
         """Only what is drafted from now on counts for the trial under way."""
-        self._began, self._before = time.monotonic(), (now.incumbent, now.figures)
+        self._began = time.monotonic()
 
     def figures(self, version: int, addresses: Iterable[str]) -> Figures | None:
         """A release's acceptance in the last ``HISTORY_SECONDS``; None where that is too little.
 
-        After ``begin`` the figures from before it count until there are as many seconds of newer
+        After a start the figures from before it count until there are as many seconds of newer
         ones: a trainer that restarts knows as much of its incumbent as the one before.
         """
-        far = time.monotonic() - HISTORY_SECONDS
-        batches = self.watch.since(version, addresses, max(self._began, far))
-        if far < self._began and version == self._before[0]:
-            batches = [*self._before[1], *batches]
+        far, before = time.monotonic() - HISTORY_SECONDS, self._before
+        batches = self.watch.since(version, addresses, self._of_run(max(self._started, far)))
+        if far < self._started and before is not None and version == before.incumbent:
+            batches = [*before.known(self._run_id, time.time()), *batches]
         figures = _figures(batches)
         return figures if _drafts(figures) >= self.config.min_drafts else None
 
@@ -377,11 +385,12 @@ class Canary:
         trial = now.trial
         if trial is None:
             return None
-        mine = self.watch.since(trial.version, trial.servers or fleet.addresses, self._began)
+        began = self._of_run(self._began)
+        mine = self.watch.since(trial.version, trial.servers or fleet.addresses, began)
         live = bool(trial.others) and now.live == trial.incumbent
-        theirs = list(now.figures)
+        theirs = list(now.known(self._run_id, trial.began_at))
         if live:
-            theirs = self.watch.since(trial.incumbent, trial.others, self._began)
+            theirs = self.watch.since(trial.incumbent, trial.others, began)
         candidate, incumbent = self._intervals(mine, theirs)
         fine = None
         if candidate is None or incumbent is None:
@@ -414,6 +423,15 @@ class Canary:
             text = f"none of the servers that have draft {trial.version} answers and is ready"
             return TrialResult(trial, "canary_rolled_back", text)
         return TrialResult(trial, "canary_undecided", text)
+
+    @property
+    def _run_id(self) -> str:
+        run = self.run()
+        return "" if run is None else run.run_id
+
+    def _of_run(self, begin: float) -> float:
+        run = self.run()
+        return begin if run is None else max(begin, run.began)
 
     def _intervals(self, *sides: Sequence[Batch]) -> list[Interval | None]:
         """Of drafts as long as both sides tried them; None of a side that has too few steps."""

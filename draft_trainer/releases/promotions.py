@@ -25,6 +25,10 @@ from slipstream.errors import RefusedError, StatusCode
 HISTORY_SECONDS = 300.0
 """How far back the acceptance of a release counts that nothing is compared with yet."""
 
+FIGURES_SECONDS = 3600.0
+"""How old what is known of the incumbent may be when a trial begins or the trainer starts: while a
+policy trains between two phases of rollouts, nothing is drafted."""
+
 GOOD_KEPT = 4
 """Releases a roll back can land on; retention spares all of them."""
 
@@ -98,6 +102,8 @@ class Promotion:
         intent: a release whose commits have begun and have no outcome yet; None between.
         trial: the one under way, if any.
         figures: of the incumbent, from before the trial.
+        figures_at: Unix time at which they were known.
+        figures_run: the run that was fed then.
         hold: the incumbent is measured before anything else is tried, ``HISTORY_SECONDS`` at most;
             with a trial: it was, in vain.
         live_at: Unix time at which the fleet came to serve ``live``, if known.
@@ -110,6 +116,8 @@ class Promotion:
     intent: int | None = None
     trial: Trial | None = None
     figures: Figures = ()
+    figures_at: float = 0.0
+    figures_run: str = ""
     hold: bool = False
     live_at: float | None = None
 
@@ -117,6 +125,12 @@ class Promotion:
     def incumbent(self) -> int:
         """What a new release is compared with: the last one that passed."""
         return self.live if self.trial is None else self.trial.incumbent
+
+    def known(self, run_id: str, at: float) -> Figures:
+        """The figures, where they say something of this run at that Unix time: another policy
+        accepts the same draft otherwise."""
+        fits = run_id == self.figures_run and abs(at - self.figures_at) < FIGURES_SECONDS
+        return self.figures if fits else ()
 
     @property
     def judged(self) -> int:
@@ -158,9 +172,17 @@ _PROMOTION = TypeAdapter(Promotion)
 class Promotions:
     """Reads and moves the pointer, in the transaction under way if there is one."""
 
-    def __init__(self, state: State, check: Callable[[int], object], initial: int = 0) -> None:
+    def __init__(
+        self,
+        state: State,
+        check: Callable[[int], object],
+        initial: int = 0,
+        run_id: Callable[[], str] = lambda: "",
+    ) -> None:
+        """``run_id`` is of the run that is fed; empty before the first."""
         self.state = state
         self._check = check
+        self.run_id = run_id
         if read_promotion(state) is None:
             self._write(Promotion(initial, initial, (initial,)))
 
@@ -315,6 +337,9 @@ class Promotions:
             if changed.live != now.live:
                 changed = replace(changed, live_at=time.time())
             if changed != now:
+            if changed.figures != now.figures:
+                at, run_id = time.time(), self.run_id()
+                changed = replace(changed, figures_at=at, figures_run=run_id)
                 self._write(changed)
 
     def _write(self, promotion: Promotion) -> None:

@@ -70,7 +70,7 @@ class Publisher:
         self._taken: Counter[str] = Counter()  # ids that ``complete`` is about to commit
         self._undo_interrupted()
         if canary is not None:
-            canary.begin(promotions.now)
+            canary.resume(promotions.now)
 
     def prepare(self) -> PublishResult:
         """Stage the promoted release on every reachable server that serves another one.
@@ -405,7 +405,7 @@ class Publisher:
                 settled()
             elif canary is not None and tried:
                 promotions.on_trial(trial, figures)
-                promotions.state.after_commit(lambda: canary.begin(promotions.now))
+                promotions.state.after_commit(canary.begin)
             elif version == now.live and now.trial is not None:
                 promotions.undone()
             else:
@@ -457,7 +457,7 @@ class Publisher:
             with self._handover:
                 self._taken.pop(f"draft-{version}", None)
             if self._canary is not None:
-                self._canary.begin(promotions.now)
+                self._canary.begin()
             outcomes = self._restore(target, self.fleet.addresses, {})
         self.fleet.each(lambda client: client.abort([f"draft-{version}"]))
         logger.warning("rolled back to draft %d: %s", target, reason)

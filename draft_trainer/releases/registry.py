@@ -410,13 +410,13 @@ def newest_own(registry: Registry) -> release_pb2.ReleaseManifest:
     raise AssertionError("open_registry has made release 0")
 
 
-def open_promotions(registry: Registry) -> Promotions:
+def open_promotions(registry: Registry, run_id: Callable[[], str] = lambda: "") -> Promotions:
     """The pointer of a registry that is held.
 
     Raises:
         RefusedError: what it points at is damaged or not there.
     """
-    promotions = Promotions(registry.hold(), registry.get)
+    promotions = Promotions(registry.hold(), registry.get, run_id=run_id)
     try:
         for version in {promotions.now.promoted, promotions.now.live}:
             registry.get(version)

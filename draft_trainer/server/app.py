@@ -97,7 +97,7 @@ class TrainerServer:
         config = self._config
         newest = newest_own(registry)
         state = registry.hold()
-        self._promotions = open_promotions(registry)
+        self._promotions = open_promotions(registry, self._run_id)
         head = registry.drafter.read(registry.path(newest.draft_version)).draft()
         draft = head.config
         # A shared GPU does not say what training takes of it.
@@ -165,7 +165,10 @@ class TrainerServer:
             registry,
             self._promotions,
             self._counters,
-            Canary(config.canary, lambda: self._fleet.drafting()[0], self._watch)
+            Canary(
+                *(config.canary, lambda: self._fleet.drafting()[0], self._watch),
+                run=lambda: self.runs.current,
+            )
             if config.canary.share
             else None,
         )
@@ -252,6 +255,10 @@ class TrainerServer:
         clean = self._watch.stop(_left(deadline)) and clean
         self._web.close(_left(deadline))
         self._close_samples()
+    def _run_id(self) -> str:
+        run = self.runs.current
+        return "" if run is None else run.run_id
+
         self._registry.close()
         return clean
 

@@ -218,7 +218,8 @@ def test_each_side_of_a_trial_gets_half_of_the_error_rate() -> None:
         addresses = ()
 
     def result(figures: tuple[Batch, ...]) -> TrialResult | None:
-        now = Promotion(1, 1, (0,), trial=Trial(1, 0, began_at=1e12), figures=figures)
+        trial = Trial(1, 0, began_at=1e12)
+        now = Promotion(1, 1, (0,), trial=trial, figures=figures, figures_at=1e12)
         return canary.result(now, Fleet())  # type: ignore[arg-type]
 
     canary = Canary(config, lambda: 3, Watch())  # type: ignore[arg-type]

@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
+from collections.abc import Callable
+from types import SimpleNamespace
 
 import grpc
 import pytest
 
+from draft_trainer.config import CanaryConfig
+from draft_trainer.releases.promotions import HISTORY_SECONDS
 from slipstream.errors import RefusedError
 from tests.draft_trainer.fleet_rig import Rig
+from tests.draft_trainer.test_canary import GOOD, settle
+
+MIDDLE, WORSE = [35, 20, 10], [30, 10, 3]
 
 
 def test_promote_pins_until_promoted_without_a_pin(rig: Rig) -> None:
@@ -127,3 +135,55 @@ def test_a_release_cannot_be_removed_while_it_is_being_promoted(rig: Rig) -> Non
     promoting.join(20)
     assert 1 not in removed or rig.promotions.now.promoted == 0
     rig.registry.get(rig.promotions.now.promoted)
+
+
+@pytest.mark.parametrize("steps", [0, 2000])
+@pytest.mark.parametrize("what", ["another run", "a restart for another run", "a day later"])
+def test_what_another_policy_accepted_of_the_incumbent_judges_no_release(
+    make_rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch, what: str, steps: int
+) -> None:
+    rig = make_rig(1, CanaryConfig())
+    rig.run = SimpleNamespace(run_id="one", began=0.0)
+    rig.watching(0)
+    rig.draft(0, GOOD, 4000)
+    assert not rig.publisher.measure()
+    assert rig.promotions.now.figures_run == "one"
+    if what != "another run":
+        rig.forget()
+        rig.watching(0)
+    if what == "a day later":
+        tomorrow = time.time() + 86_400
+        monkeypatch.setattr(time, "time", lambda: tomorrow)
+    else:
+        rig.run = SimpleNamespace(run_id="other", began=time.monotonic())
+    rig.draft(0, WORSE, steps)
+    assert not rig.publisher.measure()
+    rig.publisher.promote(1, pin=False)
+    rig.draft(1, MIDDLE, 1000)
+    settle(rig, 1, MIDDLE)
+    now = rig.promotions.now
+    assert now.trial is None and now.promoted == 1
+    if steps:
+        assert rig.served == [1] and now.good == (0, 1)
+    else:
+        assert rig.served == [0] and now.measuring, "it is measured first"
+
+
+def test_figures_are_taken_over_once(
+    make_rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not again with each trial that begins and ends."""
+    rig, clock = make_rig(1, CanaryConfig()), time.monotonic
+    rig.watching(0)
+    rig.draft(0, GOOD, 4000)
+    assert not rig.publisher.measure()
+    rig.forget()
+    rig.watching(0)
+    monkeypatch.setattr(time, "monotonic", lambda: clock() + 0.7 * HISTORY_SECONDS)
+    rig.publisher.promote(1, pin=False)
+    rig.publisher.roll_back("by hand")
+    assert sum(batch.drafts for batch in rig.promotions.now.figures) >= 4000
+    monkeypatch.setattr(time, "monotonic", lambda: clock() + 1.4 * HISTORY_SECONDS)
+    rig.draft(0, WORSE, 400)
+    assert not rig.publisher.measure()
+    assert sum(batch.drafts for batch in rig.promotions.now.figures) == 400
