@@ -151,7 +151,8 @@ class Promotion:
     def measuring(self) -> bool:
         """Whether the incumbent is measured first."""
         held = self.hold and self.trial is None
-        return held and time.time() - (self.live_at or 0.0) < HISTORY_SECONDS
+        # Below 0 where the clock was set back since.
+        return held and 0.0 <= time.time() - (self.live_at or 0.0) < HISTORY_SECONDS
 
     @property
     def in_use(self) -> frozenset[int]:
@@ -181,8 +182,8 @@ class Promotions:
     ) -> None:
         """``run_id`` is of the run that is fed; empty before the first."""
         self.state = state
-        self._check = check
         self.run_id = run_id
+        self._check = check
         if read_promotion(state) is None:
             self._write(Promotion(initial, initial, (initial,)))
 
@@ -336,10 +337,10 @@ class Promotions:
                     self._check(version)
             if changed.live != now.live:
                 changed = replace(changed, live_at=time.time())
-            if changed != now:
             if changed.figures != now.figures:
                 at, run_id = time.time(), self.run_id()
                 changed = replace(changed, figures_at=at, figures_run=run_id)
+            if changed != now:
                 self._write(changed)
 
     def _write(self, promotion: Promotion) -> None:

@@ -8,6 +8,7 @@ import signal
 import sqlite3
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -109,6 +110,13 @@ def test_a_pointer_to_a_missing_release_is_refused_before_it_is_written(state: S
         with pytest.raises(RefusedError, match="found 7"):
             move()
         assert promotions.now == before
+
+
+@pytest.mark.parametrize(("seconds", "measuring"), [(0.0, True), (-400.0, False), (400.0, False)])
+def test_a_clock_that_is_set_holds_no_release_up(seconds: float, measuring: bool) -> None:
+    """While the incumbent is measured first, nothing else is published."""
+    now = Promotion(1, 0, (0,), hold=True, live_at=time.time() - 1.0 + seconds)
+    assert now.measuring == measuring
 
 
 def test_a_roll_back_passes_by_what_is_not_there_any_more(state: State) -> None:
