@@ -48,8 +48,7 @@ class Counters:
         training_error: why the training thread ended, or what it waits for; empty while it runs.
         servers: rollout servers when they were last asked: "known" ones, "reachable" of them, of
             these "ready" ones and "current" ones, which serve the release that they should.
-        newest_release: draft version of the newest release, and the newest policy version that it
-            was trained on, if any.
+        newest_release: draft version of the newest release.
     """
 
     def __init__(self) -> None:
@@ -59,7 +58,7 @@ class Counters:
         self.idle = True
         self.training_error = ""
         self.servers: dict[str, int] = {}
-        self.newest_release: tuple[int, int | None] = (0, None)
+        self.newest_release = 0
 
         self.samples = self._counter(
             "samples",
@@ -237,9 +236,9 @@ class Counters:
         """A server was put on the release that it should serve, or an attempt at it failed."""
         (self.heals if done else self.heals_failed).labels(reason).inc()
 
-    def released(self, version: int, trained_against: int | None) -> None:
-        """A release was written, trained on policy versions up to ``trained_against``."""
-        self.newest_release = (version, trained_against)
+    def released(self, version: int) -> None:
+        """A release was written."""
+        self.newest_release = version
 
     def fleet_events(self) -> dict[str, int]:
         """How often each event of ``published`` happened, ``healed`` and ``not_healed`` too; those

@@ -22,6 +22,7 @@ from draft_trainer.config import PublishConfig
 from draft_trainer.drafters.acceptance import Method
 from draft_trainer.releases.client import DraftPayload, Failure, RolloutClient, drafts_wanted
 from draft_trainer.releases.members import Members
+from draft_trainer.releases.registry import Registry
 from slipstream.errors import RefusedError
 from slipstream.security import NONE, ClientCredentials
 from slipstream.v1 import rollout_server_pb2 as pb
@@ -241,8 +242,11 @@ class DraftLag:
     speed, and no rollout uses a draft staler than configured. 0: no limit.
     """
 
-    def __init__(self, max_lag: int) -> None:
+    def __init__(self, max_lag: int, registry: Registry, run_id: Callable[[], str]) -> None:
+        """``run_id`` is of the run whose policy is served."""
         self.max_lag = max_lag
+        self._registry = registry
+        self._run_id = run_id
         self._policy_version: int | None = None
         self._lock = threading.Lock()
         self._told: dict[str, bool] = {}
@@ -251,8 +255,8 @@ class DraftLag:
     def fresh(self, state: pb.ServerState, policy_version: int | None = None) -> bool:
         """Whether a server's draft may propose for ``policy_version`` (the one it has now).
 
-        A draft that was trained against no policy version yet (release 0) counts as
-        trained against version 0; a policy without a version yet has no lag.
+        A draft that was trained against no policy version of this run (release 0, or another
+        run's) counts as trained against version 0; a policy without a version yet has no lag.
         """
         if policy_version is None:
             policy_version = (
@@ -260,7 +264,14 @@ class DraftLag:
             )
         if not self.max_lag or policy_version is None:
             return True
-        return policy_version - state.trained_against_policy_version <= self.max_lag
+        return policy_version - self._against(state) <= self.max_lag
+
+    def _against(self, state: pb.ServerState) -> int:
+        try:
+            return self._registry.trained_against(state.draft_version, self._run_id()) or 0
+        except RefusedError:
+            # No release of this registry, or a damaged one.
+            return state.trained_against_policy_version
 
     def before_policy(self, fleet: Fleet, policy_version: int) -> None:
         """Turn speculation off on servers whose draft will be too old for this policy."""
@@ -304,7 +315,7 @@ class DraftLag:
             self._told[client.address] = enabled
         if drafts != enabled:
             switched = f"{'on' if enabled else 'off'} for draft {state.draft_version}"
-            against = state.trained_against_policy_version
+            against = self._against(state)
             logger.warning(
                 "%s: speculation %s, trained against policy %d", client.address, switched, against
             )

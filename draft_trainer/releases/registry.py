@@ -16,7 +16,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -63,6 +63,7 @@ class Registry:
         self._state: State | None = None
         self._busy: Counter[int] = Counter()
         self._drafter = drafter
+        self._manifest = lru_cache(64)(self.get)
 
     @cached_property
     def drafter(self) -> Drafter:
@@ -208,6 +209,23 @@ class Registry:
     def get(self, version: int) -> release_pb2.ReleaseManifest:
         """One manifest. Raises RefusedError: no such release, or it is not what was released."""
         return read_manifest(self.path(version), version)
+
+    def trained_against(self, version: int, run_id: str) -> int | None:
+        """Newest policy version of a run that a release was trained on; None: on none of them.
+
+        What was read once is known from then on.
+
+        Args:
+            version: the release.
+            run_id: of another run than this the versions say nothing; empty: no run is known.
+
+        Raises:
+            RefusedError: as ``get``.
+        """
+        manifest = self._manifest(version)
+        ours = not run_id or manifest.run_id in ("", run_id)
+        known = ours and manifest.HasField("trained_against_policy_version")
+        return manifest.trained_against_policy_version if known else None
 
     def path(self, version: int) -> Path:
         """The directory of a release. Raises RefusedError: none, or a link or pickle is in it."""

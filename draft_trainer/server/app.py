@@ -96,8 +96,10 @@ class TrainerServer:
     def _build(self, registry: Registry, ranks: Ranks) -> None:
         config = self._config
         newest = newest_own(registry)
+        self._counters.newest_release = newest.draft_version
         state = registry.hold()
         self._promotions = open_promotions(registry, self._run_id)
+        retention = Retention(registry, config.draft, lambda: self._counters.newest_release)
         head = registry.drafter.read(registry.path(newest.draft_version)).draft()
         draft = head.config
         # A shared GPU does not say what training takes of it.
@@ -130,9 +132,6 @@ class TrainerServer:
         fleet_view = FleetView(state.events)
         self._fleet = Fleet(publish, fleet_view.looked, self._credentials, state.owner)
         self._watch = AcceptanceWatch(self._fleet, economy.served)
-        known = newest.HasField("trained_against_policy_version")
-        against = newest.trained_against_policy_version if known else None
-        self._counters.newest_release = (newest.draft_version, against)
         server = config.server
         ids = head.target_ids().cpu()
         folder = config.recording.directory
@@ -174,7 +173,6 @@ class TrainerServer:
         )
         self._reconciler = Reconciler(self.publisher, self._watch)
         gate = Gate(config, registry, self._promotions, self._counters, self._fleet.drafting)
-        retention = Retention(registry, config.draft, lambda: self._counters.newest_release[0])
         self.loop = TrainingLoop(
             learner,
             Followers(ranks),
@@ -255,12 +253,12 @@ class TrainerServer:
         clean = self._watch.stop(_left(deadline)) and clean
         self._web.close(_left(deadline))
         self._close_samples()
+        self._registry.close()
+        return clean
+
     def _run_id(self) -> str:
         run = self.runs.current
         return "" if run is None else run.run_id
-
-        self._registry.close()
-        return clean
 
     def _policy_version(self) -> int | None:
         run = self.runs.current

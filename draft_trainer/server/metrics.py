@@ -114,8 +114,8 @@ FACTS: tuple[Fact[TrainerStatus], ...] = (
     ),
     _which(
         "trained_against_policy_version",
-        "Newest policy version that these releases were trained on. No series for a release that "
-        "was trained on none, or whose manifest cannot be read.",
+        "Newest policy version of this run that these releases were trained on. No series for a "
+        "release that was trained on none, or whose manifest cannot be read.",
         newest=_field("trained_against_policy_version"),
         promoted=_field("promoted_trained_against"),
         served=_field("served_trained_against"),

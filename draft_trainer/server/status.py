@@ -171,7 +171,6 @@ class Status:
     config: TrainerConfig
     started_at: float = field(default_factory=time.time)
     _client: tuple[str, str] | None = None
-    _against: dict[int, int | None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         run = self.runs.current
@@ -232,18 +231,18 @@ class Status:
         """The status now."""
         counters, held = self.counters, self.store.counts()
         samples, evicted = by_label(counters.samples), by_label(counters.samples_evicted)
-        promotion, (newest, trained_against) = self.promotions.now, counters.newest_release
-        promoted_against, served_against = self._trained_against(promotion.promoted, promotion.live)
+        promotion, newest = self.promotions.now, counters.newest_release
         gate = next(iter(self.state.gate_results.newest(1)), None)
         run, trial = self.runs.current, promotion.trial
-        policy = None if run is None else run.latest_policy_version
+        policy, run_id = (None, "") if run is None else (run.latest_policy_version, run.run_id)
+        served_against = self._trained_against(promotion.live, run_id)
         drafted = last_minute(self.watch.recent(WINDOW_SECONDS))
         status = pb.TrainerStatus(
             time=time.time(),
             started_at=self.started_at,
             code_version=code_version(),
             # Samples.
-            run_id="" if run is None else run.run_id,
+            run_id=run_id,
             samples_accepted=samples.get("accepted", 0),
             samples_duplicate=samples.get("duplicate", 0),
             samples_refused=samples.get("refused", 0),
@@ -271,9 +270,9 @@ class Status:
             policy_version=policy,
             policy_registered_at=self.policy_clock.newest_at,
             newest_release=newest,
-            trained_against_policy_version=trained_against,
+            trained_against_policy_version=self._trained_against(newest, run_id),
             promoted_release=promotion.promoted,
-            promoted_trained_against=promoted_against,
+            promoted_trained_against=self._trained_against(promotion.promoted, run_id),
             pinned=promotion.pinned,
             served_release=promotion.live,
             served_trained_against=served_against,
@@ -317,21 +316,13 @@ class Status:
                     server.last_minute.CopyFrom(one)
         return servers
 
-    def _trained_against(self, *versions: int) -> list[int | None]:
-        """Newest policy version that releases were trained on: None for none, or where a manifest
-        cannot be read."""
-        known = {version: self._against.get(version) for version in versions}
-        for version in known:
-            if version in self._against:
-                continue
-            try:
-                manifest = self.registry.get(version)
-            except RefusedError:
-                continue
-            if manifest.HasField("trained_against_policy_version"):
-                known[version] = manifest.trained_against_policy_version
-        self._against = known
-        return [known[version] for version in versions]
+    def _trained_against(self, version: int, run_id: str) -> int | None:
+        """Newest policy version of the run that a release was trained on: None for none, or where
+        its manifest cannot be read."""
+        try:
+            return self.registry.trained_against(version, run_id)
+        except RefusedError:
+            return None
 
 
 def _speed_up(servers: Iterable[console.ServerView]) -> float | None:
@@ -347,7 +338,8 @@ def _speed_up(servers: Iterable[console.ServerView]) -> float | None:
 
 
 def _behind(policy: int | None, trained_against: int | None) -> int | None:
-    """Policy versions between; a release that was trained on none counts as trained on 0."""
+    """Policy versions between; a release that was trained on none of the run's counts as trained on
+    0."""
     return None if policy is None else max(0, policy - (trained_against or 0))
 
 

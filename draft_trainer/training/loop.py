@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TypeVar
@@ -53,7 +54,7 @@ class Candidates:
         promotions: which release is wanted.
         retention: applied after every release.
         economy: is told what the gate found.
-        on_written: told the draft version and the policy version of every new release.
+        on_written: told the draft version of every new release.
     """
 
     config: TrainerConfig
@@ -62,7 +63,7 @@ class Candidates:
     promotions: Promotions
     retention: Retention
     economy: Economy
-    on_written: Callable[[int, int], None]
+    on_written: Callable[[int], None]
 
     def consider(self, learner: Learner, run: Run, parent: int, trained_against: int) -> int | None:
         """Compare the learner's weights, as they would be served, with the promoted release.
@@ -103,7 +104,7 @@ class Candidates:
                 how = f"kept ({error})"
             logger.info("draft %d %s: %s", version, how, result.reason)
             self.gate.record(result, version)
-            self.on_written(version, trained_against)
+            self.on_written(version)
             self.retention.apply()
         if result.HasField("gate"):
             gate = result.gate
@@ -301,12 +302,15 @@ class TrainingLoop:
         # A release takes a version or two to be made and to go live.
         lag, behind = self.candidates.config.publish.max_draft_lag, ""
         if lag:
-            promoted = self.candidates.promotions.now.promoted
-            age = version - self.candidates.registry.get(promoted).trained_against_policy_version
-            if age + 1 >= lag:
-                behind = (
-                    f"draft {promoted} is {age} policy versions old, of publish.max_draft_lag {lag}"
-                )
+            promoted, registry = self.candidates.promotions.now.promoted, self.candidates.registry
+            # A manifest that cannot be read is read again for the next policy version.
+            with suppress(RefusedError):
+                age = version - (registry.trained_against(promoted, run.run_id) or 0)
+                if age + 1 >= lag:
+                    behind = (
+                        f"draft {promoted} is {age} policy versions old, "
+                        f"of publish.max_draft_lag {lag}"
+                    )
         decision = economy.decide(version, behind)
         if last is None or last.train != decision.train:
             logger.info("policy version %d: %s", version, decision.reason)

@@ -21,7 +21,8 @@ def d2t() -> Tensor:
 def create(registry: Registry, seed: int = 0, **changes: Any) -> release_pb2.ReleaseManifest:
     """A release of random weights."""
     model = head(seed)
-    return registry.create(model, release_pb2.ReleaseManifest(run_id="run", ttt_steps=3, **changes))
+    fields = {"run_id": "run", "ttt_steps": 3, **changes}
+    return registry.create(model, release_pb2.ReleaseManifest(**fields))
 
 
 def names(folder: Path) -> set[str]:

@@ -329,9 +329,15 @@ def test_a_server_without_a_thread_that_watches_it_gets_one_later(
         assert double.watched.wait(LONG)
 
 
+def draft_lag(max_lag: int, against: int) -> DraftLag:
+    """Of a registry whose releases were all trained on the same policy version."""
+    registry: Any = SimpleNamespace(trained_against=lambda version, run_id: against)
+    return DraftLag(max_lag, registry, lambda: "run")
+
+
 def test_speculation_is_set_and_looked_at_by_two_threads() -> None:
     """A commit switches a server while the reconciler forgets those that left."""
-    lag, fleet = DraftLag(1), SimpleNamespace(each=lambda ask, addresses: {})
+    lag, fleet = draft_lag(1, 0), SimpleNamespace(each=lambda ask, addresses: {})
 
     def told(address: str) -> None:
         client: Any = SimpleNamespace(address=address, set_speculation=lambda enabled: None)
@@ -361,8 +367,7 @@ def test_a_draft_that_does_not_pay_is_turned_off_and_on_as_any_other(
     """The server's own choice to draft nothing is not what the trainer switches and logs."""
     told: list[bool] = []
     client: Any = SimpleNamespace(address="a", set_speculation=told.append)
-    lag, state = DraftLag(2), pb.ServerState(policy_version=12, speculation_wanted=True)
-    state.trained_against_policy_version = 12
+    lag, state = draft_lag(2, 12), pb.ServerState(policy_version=12, speculation_wanted=True)
 
     def look() -> list[str]:
         caplog.clear()

@@ -187,3 +187,17 @@ def test_figures_are_taken_over_once(
     rig.draft(0, WORSE, 400)
     assert not rig.publisher.measure()
     assert sum(batch.drafts for batch in rig.promotions.now.figures) == 400
+
+
+def test_no_draft_of_another_run_is_served_further_behind_than_configured(
+    make_rig: Callable[..., Rig],
+) -> None:
+    """Release 1 was trained against version 11 of the run before this one."""
+    rig = make_rig(1, max_draft_lag=2)
+    rig.run = SimpleNamespace(run_id="another", began=0.0)
+    rig.publisher.promote(1, pin=False)
+    for policy, expected in ((1, True), (2, True), (3, False)):
+        rig.publisher.complete(policy, rig.stage_policy(policy))
+        assert rig.doubles[0].state.speculation_enabled == expected, policy
+    rig.heal()
+    assert not rig.doubles[0].state.speculation_enabled

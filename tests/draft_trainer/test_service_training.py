@@ -21,6 +21,7 @@ from slipstream.sample import Sample
 from slipstream.tensors import ChunkAssembler
 from slipstream.v1 import draft_trainer_pb2 as pb
 from tests.draft_trainer.fleet_double import RolloutDouble
+from tests.draft_trainer.registry_rig import create
 from tests.draft_trainer.rig import (
     DEADLINE,
     Client,
@@ -331,26 +332,39 @@ def test_what_was_trained_before_a_pause_is_judged(
 def test_the_release_that_is_served_is_what_may_be_too_old_and_not_the_newest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A trial rolled the newest one back, or it was written and not promoted."""
+    """A trial rolled the newest one back, or it was written and not promoted. Versions of another
+    run say nothing, and neither does a manifest that cannot be read."""
     limit = {"rollout_servers": [], "max_draft_lag": 3}
     config = make_config(tmp_path, economy={"mode": "when-it-pays"}, publish=limit)
     with running(config) as (server, client):
-        economy, told = server.loop.candidates.economy, dict[int, str]()
+        candidates, failed = server.loop.candidates, list[int]()
+        economy, registry, told = candidates.economy, candidates.registry, dict[int, str]()
+        for run_id, against in (("another", 500), ("run", 100)):
+            create(registry, run_id=run_id, trained_against_policy_version=against)
+        candidates.promotions.promote(1, pin=False)
+        trained_against = registry.trained_against
+
+        def fails_once(version: int, run_id: str) -> int | None:
+            if threading.current_thread().name == "training" and not failed:
+                failed.append(version)
+                raise RefusedError("release", "an error of the disk", "a manifest", "wait")
+            return trained_against(version, run_id)
 
         def decide(version: int, behind: str) -> Decision:
             told[version] = behind
             economy.last = Decision(version, False, behind)
             return economy.last
 
+        monkeypatch.setattr(registry, "trained_against", fails_once)
         monkeypatch.setattr(economy, "decide", decide)
-        server._counters.newest_release = (1, 100)
         client.open()
         for version in (1, 2, 4):
             client.announce(version)
             client.send(*rollouts(1, version, version))
             client.wait_for(lambda _, version=version: version in told)  # type: ignore[misc]
-        text = "draft 0 is {} policy versions old, of publish.max_draft_lag 3"
-        assert told == {1: "", 2: text.format(2), 4: text.format(4)}
+        text = "draft 1 is {} policy versions old, of publish.max_draft_lag 3"
+        assert told == {1: "", 2: text.format(2), 4: text.format(4)} and failed == [1]
+        assert not client.status().HasField("promoted_trained_against")
 
 
 def test_another_run_is_decided_for_anew_though_its_version_has_the_same_number(
