@@ -251,15 +251,16 @@ class SampleStore:
         Args:
             draw: number of the last draw in the resumed training state; None where none was
                 resumed, and the weights are the release's.
-            release: draft version of the newest release.
+            release: draft version of the newest sound release.
         """
         last = self.draws
         with self._db.transaction():
             if draw is None:
                 noted, draw = self._db.get("release", [release, 0])
-                # Another release than noted: the process was killed between writing and noting
-                # it, and draws nothing in between.
-                draw = int(draw) if noted == release else last
+                # A newer release than noted: the process was killed between writing and noting it,
+                # and draws nothing in between. An older one: what was noted is damaged, and what it
+                # contains is trained on again as far as it is known.
+                draw = int(draw) if noted == release else last if release > noted else 0
                 self._db.set("release", [release, draw])
             gone = self._db.undo_draws(draw + 1)
             # Numbers go on upwards, also where the state knows of more than this index.

@@ -260,7 +260,7 @@ class Position:
     """What a restart resumes from beside the learner's tensors.
 
     Attributes:
-        newest_release: draft version of the newest release.
+        newest_release: draft version of the newest release that was made from it.
         run_id: the run that is trained on; empty before the first step.
         draws: number of the last draw that the weights have seen; None before the first.
     """
@@ -347,13 +347,19 @@ class LearnerStates:
     def resume(self, learner: Learner, newest_release: int) -> Position:
         """Put the newest state into ``learner`` unless a release is newer than it.
 
+        Args:
+            learner: has the weights of ``newest_release``.
+            newest_release: the newest sound one.
+
         Raises:
             RefusedError: the state is of another head, draft or format, or all are damaged.
         """
         state = self._store.load() if self._store else None
         if self._store is None or state is None:
             return Position(newest_release)
-        if state.position["newest_release"] != newest_release:
+        # Higher where the release after which it was saved is damaged.
+        newest = int(state.position["newest_release"])
+        if newest < newest_release:
             # Its weights are older than the release's, by more than a kill ever loses.
             logger.warning(
                 "training state of step %d is from before release %d and is not resumed",
@@ -365,7 +371,7 @@ class LearnerStates:
         self._saved_at = learner.steps
         logger.info("resumed the training state of step %d", state.step)
         return Position(
-            newest_release, str(state.position["run_id"]), int(state.position.get("draws") or 0)
+            newest, str(state.position["run_id"]), int(state.position.get("draws") or 0)
         )
 
     def after_step(self, learner: Learner, position: Position) -> None:

@@ -7,10 +7,13 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
-from draft_trainer.releases.registry import Registry
+from draft_trainer.releases.registry import Registry, promote_offline
+from draft_trainer.training.state import FOLDER
 from slipstream.errors import RefusedError, StatusCode
 from tests.draft_trainer.registry_rig import create, flip
+from tests.draft_trainer.rig import feeding, make_config, running, train_until_released
 from tests.draft_trainer.synthetic import head
 
 
@@ -130,3 +133,25 @@ def test_links_pickles_and_foreign_paths_are_refused(tmp_path: Path) -> None:
     # Retention does not follow the link, and what it points at stays.
     assert registry.prune(1, tuple) == (0, 1)
     assert other.tensors(0)
+
+
+def test_training_goes_on_where_the_newest_release_is_damaged(tmp_path: Path) -> None:
+    """Once another one is promoted; the training state is sound."""
+    config = make_config(tmp_path)
+    with feeding(config) as (server, client):
+        newest = train_until_released(client)
+    before = server.loop.learner.state_dict()
+    states = {path.name for path in (config.draft.registry / FOLDER).iterdir()}
+    weights = config.draft.registry / f"release-{newest:06d}" / "model.safetensors"
+    whole = weights.read_bytes()
+    weights.write_bytes(whole[:-1])
+    registry = Registry(config.draft.registry)
+    promote_offline(registry, 0, pin=False)
+    for repaired in (False, True):
+        with running(config, train=False) as (server, _):
+            after, position = server.loop.learner.state_dict(), server.loop.position
+            assert before["counter.steps"] > 0 and before.keys() == after.keys()
+            assert all(torch.equal(before[name], after[name]) for name in before)
+            assert (position.newest_release, position.run_id) == (newest, "run"), repaired
+        assert states <= {path.name for path in (config.draft.registry / FOLDER).iterdir()}
+        weights.write_bytes(whole)

@@ -22,6 +22,7 @@ from tests.draft_trainer.samples import (
     put,
     received,
     rows_of,
+    times_drawn,
 )
 
 SIZE = aligned(nbytes(16))
@@ -223,6 +224,23 @@ def test_weights_of_a_release_have_seen_what_was_drawn_before_it(tmp_path: Path)
     store.rewind(None, 2)
     assert store.counts().pending == 4
     assert not set(all_drawn(store)) & {*before, *after}
+
+
+def test_what_only_a_damaged_release_has_seen_is_trained_on_again(tmp_path: Path) -> None:
+    store = open_store(tmp_path, max_epochs=2)
+    store.begin("run", {})
+    for i in range(8):
+        put(store, f"s{i}")
+    before = all_drawn(store, tokens=4 * 16)
+    store.released(1)
+    after = all_drawn(store, tokens=4 * 16)
+    store.released(2)
+    store.close()
+    # No state either: the weights are those of release 1.
+    store = open_store(tmp_path, max_epochs=2)
+    store.rewind(None, 1)
+    assert times_drawn(store, before) == dict.fromkeys(before, 1)
+    assert times_drawn(store, after) == dict.fromkeys(after, 0)
 
 
 def test_a_state_from_before_this_ledger_is_never_reached_by_its_numbers(tmp_path: Path) -> None:
