@@ -235,8 +235,8 @@ class Checkpoint:
             )
         return replace(self, config=wanted).draft().requires_grad_(False)
 
-    def write(self, directory: Path) -> None:
-        """Write config.json and model.safetensors into an existing directory."""
+    def written(self) -> tuple[str, dict[str, Tensor]]:
+        """What ``write`` writes: the text of config.json, and the tensors of model.safetensors."""
         stored = {
             self.names[name]: tensor.contiguous().clone() for name, tensor in self.tensors.items()
         }
@@ -244,7 +244,12 @@ class Checkpoint:
             stored["d2t"] = self.d2t.long()
             if self.with_t2d:
                 stored["t2d"] = t2d_of(self.d2t, self.config.vocab_size)
-        (directory / CONFIG_FILE).write_text(json.dumps(self.document, indent=2) + "\n")
+        return json.dumps(self.document, indent=2) + "\n", stored
+
+    def write(self, directory: Path) -> None:
+        """Write config.json and model.safetensors into an existing directory."""
+        text, stored = self.written()
+        (directory / CONFIG_FILE).write_text(text)
         save_file(stored, directory / WEIGHTS_FILE, metadata={"format": "pt"})
         # safetensors leaves 0600; a rollout server under another user must be able to read it.
         (directory / WEIGHTS_FILE).chmod(0o644)

@@ -18,13 +18,12 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cached_property, lru_cache
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import torch
 from torch import Tensor
 
 from draft_trainer.config import DraftConfig
-from draft_trainer.drafters import DRAFTERS, Draft, Drafter
+from draft_trainer.drafters import DRAFTERS, Checkpoint, Draft, Drafter
 from draft_trainer.files import folder_written_whole
 from draft_trainer.releases.promotions import Promotions, Trial, read_promotion
 from draft_trainer.releases.release import (
@@ -42,6 +41,7 @@ from draft_trainer.releases.release import (
 from draft_trainer.state import State
 from slipstream.checkpoints import CONFIG_FILE, WEIGHTS_FILE
 from slipstream.errors import RefusedError, StatusCode
+from slipstream.tensors import spec_of
 from slipstream.v1 import release_pb2
 
 logger = logging.getLogger(__name__)
@@ -167,27 +167,24 @@ class Registry:
                 exists and is another one.
         """
         checkpoint = self.drafter.read(directory, policy)
-
-        def write(folder: Path) -> None:
-            if not checkpoint.as_stored:
-                return checkpoint.write(folder)
-            for name in (CONFIG_FILE, WEIGHTS_FILE):
-                shutil.copyfile(directory / name, folder / name)
-
         with self.writing():
-            if not self.versions():
+            versions = self.versions()
+            if not versions:
                 manifest = release_pb2.ReleaseManifest(
                     source=release_pb2.RELEASE_SOURCE_INITIAL,
                     origin=str(directory),
                     draft_kind=self.drafter.name,
                 )
                 with self._new(manifest) as staging:
-                    write(staging)
+                    if checkpoint.as_stored:
+                        for name in (CONFIG_FILE, WEIGHTS_FILE):
+                            shutil.copyfile(directory / name, staging / name)
+                    else:
+                        checkpoint.write(staging)
                 return manifest
-            with TemporaryDirectory(prefix=".staging-", dir=self.root) as temporary:
-                write(Path(temporary))
-                if self.versions()[0] == 0 and same_content(self.path(0), Path(temporary)):
-                    return self.get(0)
+            # Nothing is written to compare: a start on a full disk is what makes room there.
+            if versions[0] == 0 and self._is_initial(checkpoint, directory):
+                return self.get(0)
             raise RefusedError(
                 str(directory),
                 "another checkpoint than release 0 of this registry",
@@ -196,6 +193,15 @@ class Registry:
                 "was trained elsewhere is imported: draft-trainer releases import DIR",
                 StatusCode.FAILED_PRECONDITION,
             )
+
+    def _is_initial(self, checkpoint: Checkpoint, directory: Path) -> bool:
+        """Whether release 0 is what this checkpoint, read from ``directory``, becomes as one."""
+        if checkpoint.as_stored:
+            return same_content(self.path(0), directory)
+        self.tensors(0)
+        manifest, (text, tensors) = self.get(0), checkpoint.written()
+        specs = [spec_of(name, tensors[name]) for name in sorted(tensors)]
+        return text == manifest.config_json and specs == [*manifest.tensors]
 
     def versions(self) -> tuple[int, ...]:
         """Every release that is there, oldest first; their content is not looked at."""

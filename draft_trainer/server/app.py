@@ -100,6 +100,8 @@ class TrainerServer:
         state = registry.hold()
         self._promotions = open_promotions(registry, self._run_id)
         retention = Retention(registry, config.draft, lambda: self._counters.newest_release)
+        # Before anything else is written: the disk may be full, and the bounds lowered for that.
+        retention.apply()
         head = registry.drafter.read(registry.path(newest.draft_version)).draft()
         draft = head.config
         # A shared GPU does not say what training takes of it.

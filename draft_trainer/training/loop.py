@@ -52,7 +52,7 @@ class Candidates:
         registry: where releases are written.
         gate: compares them with the promoted release.
         promotions: which release is wanted.
-        retention: applied after every release.
+        retention: applied after every release, and where one does not fit.
         economy: is told what the gate found.
         on_written: told the draft version of every new release.
     """
@@ -129,8 +129,10 @@ class Candidates:
                 ),
             )
         except (OSError, RefusedError) as error:
-            # A full disk must not end training: the weights stay, the next release may fit.
+            # A full disk must not end training: the weights stay, the next release may fit. What
+            # came free since the last one makes room for it.
             logger.error("the release was not written: %s", error)
+            self.retention.apply()
             self.gate.record(result, not_written=str(error))
             return None
         return manifest.draft_version

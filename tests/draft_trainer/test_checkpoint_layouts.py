@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -81,12 +83,23 @@ def test_what_only_the_policy_can_tell_is_asked_for(name: str, field: str) -> No
     Eagle3().read(_FOLDER / "modelopt")
 
 
+def _no_space(*_: object) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
 @pytest.mark.parametrize("name", _ALL)
-def test_released_drafts_keep_the_checkpoints_form(tmp_path: Path, name: str) -> None:
+def test_released_drafts_keep_the_checkpoints_form(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Release 0 is what vLLM reads as its trainer meant it; later ones are written like it."""
     registry = Registry(tmp_path / "registry")
     manifest = registry.import_initial(_FOLDER / name, _POLICY)
-    assert registry.import_initial(_FOLDER / name, _POLICY) == manifest
+    with monkeypatch.context() as full_disk:
+        # A start there is what applies lower bounds of what is kept.
+        full_disk.setattr(os, "mkdir", _no_space)
+        assert registry.import_initial(_FOLDER / name, _POLICY) == manifest
+        with pytest.raises(RefusedError, match="another checkpoint than release 0"):
+            registry.import_initial(_FOLDER / _ALL[_ALL.index(name) - 1], _POLICY)
     zero = registry.path(0)
     checkpoint = Eagle3().read(zero)  # without the policy: nothing is left open
     source = Eagle3().read(_FOLDER / name, _POLICY)

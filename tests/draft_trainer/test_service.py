@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import threading
 import time
 import urllib.request
@@ -24,6 +25,7 @@ from slipstream.errors import RefusedError
 from slipstream.tensors import decode
 from slipstream.v1 import console_pb2
 from slipstream.v1 import draft_trainer_pb2 as pb
+from tests.draft_trainer.registry_rig import create
 from tests.draft_trainer.rig import (
     DEADLINE,
     LAYERS,
@@ -189,6 +191,35 @@ def test_registry_of_another_draft_is_refused(tmp_path: Path) -> None:
     other = write_draft(tmp_path / "other", seed=5)
     with pytest.raises(RefusedError, match="another checkpoint than release 0"):
         TrainerServer(make_config(tmp_path, draft={"initial": str(other)}))
+
+
+def test_what_may_go_goes_at_the_start_and_where_a_release_does_not_fit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disk that is full is written to after that alone."""
+    with running(make_config(tmp_path), train=False) as (server, _):
+        for seed in range(4):
+            create(server.loop.candidates.registry, seed)
+    with running(make_config(tmp_path, draft={"keep_releases": 2})) as (server, client):
+        registry = server.loop.candidates.registry
+        assert registry.versions() == (0, 3, 4)
+        for seed in range(3):
+            create(registry, seed)
+        registry.pin(5, pinned=True)
+        server.loop.candidates.retention.apply()
+        assert registry.versions() == (0, 4, 5, 6, 7)
+        registry.pin(5, pinned=False)
+
+        def full(*_: object) -> None:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        monkeypatch.setattr(registry, "create", full)
+        client.open()
+        client.announce(1)
+        seeds = iter(range(40))
+        while train(client, next(seeds)).last_verdict.outcome != "write_failed":
+            assert registry.versions() == (0, 4, 5, 6, 7)
+        assert registry.versions() == (0, 4, 6, 7) and not server.died.is_set()
 
 
 def test_missing_promoted_release_is_refused(tmp_path: Path) -> None:
