@@ -188,7 +188,8 @@ def _release(status: TrainerStatus, config: TrainerConfig) -> Found:
         found = (
             f"draft {promoted} is pinned manually, so no candidate replaces it (newest: {newest})"
         )
-        next_step = f"draft-trainer releases promote {newest} (without --pin)"
+        # Not the newest: what somebody pinned another release for may be wrong with it.
+        next_step = f"draft-trainer releases promote {promoted} (without --pin)"
         return PROBLEM, found, next_step
     if not status.HasField("promoted_release"):
         return WAITING, "no release is promoted", ""

@@ -152,7 +152,10 @@ FEW = "124 held-out anchors in 3 prompts, 200 in 4 are needed"
             {"last_verdict": Verdict(outcome="failed", reason="no real gain", incumbent_version=4)},
             *("gate", WAITING, "not better than draft 4: no real gain", "nothing while"),
         ),
-        ({"pinned": True}, "release", PROBLEM, "draft 4 is pinned manually", "releases promote 4"),
+        (
+            {"pinned": True, "newest_release": 6},
+            *("release", PROBLEM, "draft 4 is pinned manually", "releases promote 4"),
+        ),
         ({"promoted_release": 5}, "release", WAITING, "next weight sync", "publish.on"),
         ({"servers": []}, "servers", WAITING, "no rollout server", ""),
         (
