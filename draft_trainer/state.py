@@ -150,7 +150,9 @@ class State:
             # A field of SQLite's file header that is free for the application.
             number = secrets.randbelow(2**31 - 1) + 1
             self._db.execute(f"PRAGMA application_id = {number}")
-        self.owner = f"{number:08x}"
+        # A copy of the folder has another lock file: its trainer is not this one.
+        inode = 0 if self._lock_file is None else os.fstat(self._lock_file).st_ino
+        self.owner = f"{number:08x}{inode:x}"
         damage = [text for (text,) in self._db.execute("PRAGMA quick_check")]
         if damage != ["ok"]:
             raise self.damaged("; ".join(damage[:3]))
