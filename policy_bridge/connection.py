@@ -11,6 +11,8 @@ import logging
 import random
 import threading
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import grpc
@@ -42,8 +44,9 @@ _BATCH_BYTES = 16 << 20
 # More than a sample's header, or a piece of a payload, takes in a message beside its own bytes.
 _HEADER_BYTES, _FIELD_BYTES = 64, 16
 _MOST_LOST = 3
-_OUTCOMES = {pb.ACK_STATUS_ACCEPTED: "accepted", pb.ACK_STATUS_DUPLICATE: "duplicate"}
 """Files lost one soon after the other, after which states go inline."""
+
+_OUTCOMES = {pb.ACK_STATUS_ACCEPTED: "accepted", pb.ACK_STATUS_DUPLICATE: "duplicate"}
 
 
 class Connection:
@@ -377,11 +380,12 @@ class Connection:
 
     def _on_acks(self, batch: pb.AckBatch) -> None:
         self.wanted_tokens = batch.wanted_tokens
-        settled: dict[str, list[str]] = {"accepted": [], "duplicate": [], "": []}
         unread = []
+        count: Callable[[], object]
         for ack in batch.acks:
-            outcome = _OUTCOMES.get(ack.status, "")
-            if not outcome:
+            if outcome := _OUTCOMES.get(ack.status):
+                count = partial(self._counters.add, **{outcome: 1})
+            else:
                 refusal = RefusedError.from_proto(ack.refusal)
                 shared = self._shared
                 if refusal.field == "shared_memory" and shared is not None:
@@ -389,12 +393,13 @@ class Connection:
                     self._outbox.lose(shared, str(refusal))
                     unread.append(ack.sample_id)
                     continue
-                if self._counters.refused(refusal.field):
-                    logger.error("the trainer refuses samples: %s", refusal)
-            settled[outcome].append(ack.sample_id)
+                count = partial(self._refused, refusal)
+            self._outbox.settle(ack.sample_id, count)
         self._outbox.requeue(*unread)
-        for outcome, sample_ids in settled.items():
-            self._outbox.settle(*sample_ids, outcome=outcome)
+
+    def _refused(self, refusal: RefusedError) -> None:
+        if self._counters.refused(refusal.field):
+            logger.error("the trainer refuses samples: %s", refusal)
 
     def _set_connected(self, value: bool) -> None:
         with self._changed:

@@ -247,25 +247,20 @@ class Outbox:
         with self._changed:
             self._changed.wait_for(lambda: self._flight <= nbytes, timeout)
 
-    def settle(self, *sample_ids: str, outcome: str = "") -> int:
-        """Forget acknowledged samples, counted under ``outcome`` if there is one.
+    def settle(self, sample_id: str, count: Callable[[], object] = lambda: None) -> bool:
+        """Forget an acknowledged sample; whether it was held as sent.
 
-        Returns:
-            How many of them were held as sent, and counted: what was shed on its way is counted
-            already.
+        ``count`` is called if it was: what was shed on its way is counted already. Before anybody
+        is told, because who waits for an empty outbox then reads the counters.
         """
         with self._changed:
-            settled = 0
-            for sample_id in sample_ids:
-                if sample_id in self._sent:
-                    self._drop(sample_id)
-                    settled += 1
-                self._unpin(sample_id)
-            if outcome and settled:
-                # Before the notice: who waits for an empty outbox then reads the counters.
-                self._counters.add(**{outcome: settled})
+            held = sample_id in self._sent
+            if held:
+                self._drop(sample_id)
+                count()
+            self._unpin(sample_id)
             self._changed.notify_all()
-            return settled
+            return held
 
     def requeue(self, *sample_ids: str) -> None:
         """Put samples that were sent back to the front: the trainer could not read them."""

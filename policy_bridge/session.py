@@ -247,7 +247,9 @@ class Announcer:
             try:
                 self._send(header, snapshot, names, timeout)
             except grpc.RpcError as error:
-                if refused_from(error) is None or len(names) == len(specs):
+                refusal = refused_from(error)
+                busy = refusal is not None and refusal.field.startswith("server.")
+                if refusal is None or busy or len(names) == len(specs):
                     raise
                 # The trainer may have let go of a tensor that it had: send all of them.
                 self._send(header, snapshot, set(snapshot.tensors), timeout)

@@ -12,7 +12,7 @@ import torch
 from policy_bridge import PolicyBridge
 from policy_bridge.stream import StateStream
 from slipstream.client import open_channel
-from slipstream.errors import RefusedError
+from slipstream.errors import RefusedError, StatusCode
 from slipstream.sample import Sample, layout_of
 from slipstream.v1 import draft_trainer_pb2 as pb
 from slipstream.v1 import draft_trainer_pb2_grpc as pb_grpc
@@ -73,6 +73,10 @@ def test_a_version_is_announced_before_its_first_sample_and_hashes_save_bytes(
     model = make_model()
     bridge = connect(model=model)
     for version in (1, 2, 3):
+        if version == 2:
+            # Being busy does not mean that the trainer let go of what it had.
+            busy = RefusedError("server.max_calls", 4, 4, "wait", StatusCode.RESOURCE_EXHAUSTED)
+            trainer.refuse_announcements = [busy]
         if version == 3:
             with torch.no_grad():
                 model.lm_head.weight.mul_(1.5)
