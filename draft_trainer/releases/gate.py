@@ -121,7 +121,7 @@ def student(confidence: float, freedom: int) -> float:
 
 def compare(
     config: GateSection,
-    candidates: Iterable[Draft],
+    candidates: Iterable[Draft] | None,
     incumbent: Draft,
     samples: Sequence[Sample],
     policy_heads: PolicyHeads,
@@ -141,7 +141,7 @@ def compare(
     Args:
         config: the least gain in acceptance length (tokens per verification step), the confidence
             of the two-sided interval, and the least number of expected verification steps.
-        candidates: one of them would be released; none: only the incumbent is measured.
+        candidates: one of them would be released; None: only the incumbent is measured.
         incumbent: is released.
         samples: held-out, recent.
         policy_heads: must hold their policy versions.
@@ -157,7 +157,8 @@ def compare(
         return unmeasured("no held-out sample has an anchor"), 0
     anchors, prompts = math.floor(theirs.drafts), len(set(theirs.groups))
     needed = config.needed_anchors(prompts)
-    if anchors < needed or prompts < MIN_CLUSTERS:
+    # An interval needs several prompts; the incumbent's own length has none.
+    if anchors < needed or (candidates is not None and prompts < MIN_CLUSTERS):
         result = unmeasured(
             f"{anchors} held-out anchors in {prompts} prompts, {needed} in "
             f"{MIN_CLUSTERS} are needed"
@@ -166,7 +167,7 @@ def compare(
         return result, 0
     # Greedily, a head of NaNs still proposes something, and is measured like any other.
     estimates: list[AcceptanceEstimate] = []
-    for candidate in candidates:
+    for candidate in candidates or ():
         for name, weight in candidate.named_parameters():
             if not bool(torch.isfinite(weight).all()):
                 return unmeasured(f"ruined: {name} is not finite"), 0
@@ -289,14 +290,14 @@ class Gate:
 
     def judge(
         self,
-        candidates: Callable[[], Iterable[Draft]],
+        candidates: Callable[[], Iterable[Draft]] | None,
         run: Run,
         trained_against: int | None,
     ) -> tuple[release_pb2.Verdict, int]:
         """Compare drafts, with the weights that would be served, with the promoted release.
 
         Args:
-            candidates: makes them, one at a time.
+            candidates: makes them, one at a time; None: only the promoted release is measured.
             run: whose held-out samples they are compared on.
             trained_against: newest policy version that was trained on.
 
@@ -322,8 +323,8 @@ class Gate:
 
     def measure(self, run: Run) -> float | None:
         """Expected acceptance length of the promoted release on the states that ``judge`` would
-        compare it on; None where it would not."""
-        result, _ = self.judge(tuple, run, None)
+        compare it on, though they may be of fewer prompts; None where it cannot be measured."""
+        result, _ = self.judge(None, run, None)
         if result.HasField("gate"):
             return result.gate.incumbent_acceptance_length
         logger.info("the promoted draft was not measured: %s", result.reason)
@@ -344,7 +345,7 @@ class Gate:
 
     def _compared(
         self,
-        candidates: Callable[[], Iterable[Draft]],
+        candidates: Callable[[], Iterable[Draft]] | None,
         incumbent: Draft,
         run: Run,
         pass_tokens: int = PASS_TOKENS,
@@ -357,11 +358,13 @@ class Gate:
         device, drafting = self.config.training.device, self.drafting()
         held = self._held_out(run, incumbent, drafting[0])
         own = [sample for sample in held if sample.on_policy]
+        if len({sample.group for sample in own}) < MIN_CLUSTERS:
+            own = held
         result, best = unmeasured(""), 0
         for samples in (own, held):
             result, best = compare(
                 self.config.gate,
-                (candidate.to(device) for candidate in candidates()),
+                None if candidates is None else (draft.to(device) for draft in candidates()),
                 incumbent.to(device),
                 samples,
                 run.heads,

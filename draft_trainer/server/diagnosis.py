@@ -117,8 +117,8 @@ def _training(status: TrainerStatus, config: TrainerConfig) -> Found:
         return (
             PROBLEM,
             f"{skipped} steps were skipped, {steps} were not: losses or gradients are not finite, "
-            "or no token of a sample can be trained on",
-            "check the loss in /metrics and the loss_mask that is shipped; lower "
+            "or no token of a sample can be trained on, as past a draft's sliding window",
+            "check the log, the loss in /metrics and the loss_mask that is shipped; lower "
             "training.learning_rate",
         )
     if status.training_paused:
