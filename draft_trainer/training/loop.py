@@ -258,6 +258,8 @@ class TrainingLoop:
                 loss=metrics.loss,
                 step_acceptance=[a for a in metrics.step_acceptance if not math.isnan(a)],
             )
+            # Samples that are held cannot leave the store, and a gate or a pause may be long.
+            del share, drawn
             if not metrics.skipped:
                 if not self._steps_since_candidate:
                     self._first_step_at = time.monotonic() - metrics.seconds
