@@ -28,6 +28,7 @@ from dataclasses import replace
 
 from draft_trainer.counters import Counters
 from draft_trainer.releases.canary import Canary
+from draft_trainer.releases.client import POLICY_SECONDS
 from draft_trainer.releases.commits import (
     Payloads,
     PublishResult,
@@ -239,14 +240,13 @@ class Publisher:
     def _held(self, lock: threading.Lock, commits: int) -> Iterator[None]:
         c = self.fleet.config
         longest = 3 * c.state_timeout_s + c.stage_timeout_s + commits * c.commit_timeout_s
+        # A policy with the draft, then, where that fails, the policy alone.
+        longest += 2 * POLICY_SECONDS
         if not lock.acquire(timeout=longest):
-            raise RefusedError(
-                "publish",
-                f"another publish, for more than {longest:.0f} s",
-                "one publish at a time",
-                "look at the rollout servers' state, then try again",
-                StatusCode.ABORTED,
-            )
+            found = f"another publish, for more than {longest:.0f} s"
+            next_step = "look at the rollout servers' state, then try again"
+            expected = "one publish at a time"
+            raise RefusedError("publish", found, expected, next_step, StatusCode.ABORTED)
         try:
             yield
         finally:
