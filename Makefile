@@ -1,7 +1,7 @@
 # `make demo` and `make test` do all the set-up on a fresh machine, and only what is missing on a
 # used one: a second run needs no network.
 #
-#   make demo            the whole loop on real vLLM, about six minutes on two cores
+#   make demo            the whole loop on real vLLM, about nine minutes on two cores
 #   make watch           the demo with Prometheus beside it, and the addresses to look at
 #   make test            linters, type checker and tests
 #   make lint            linters and type checker
