@@ -6,6 +6,7 @@ They are made in a thread while the engine generates; what swaps them is in ``sw
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import threading
 import time
@@ -25,6 +26,9 @@ from rollout_server.swap import (
 )
 
 READY, WORKING = "ready", "working"
+_READ_SECONDS = 10.0
+"""Deadline of one pass over a draft that a swap replaced."""
+
 _OVERWRITTEN = "the draft that was live was not the one that had been committed"
 _LOG = logging.getLogger(__name__)
 
@@ -33,6 +37,7 @@ _LOG = logging.getLogger(__name__)
 class _Entry:
     copy: StandbyCopy
     state: str = WORKING
+    thread: threading.Thread | None = None
 
     def start(
         self, work: Callable[[], str], evicted: list[_Entry], stream: torch.cuda.Stream | None
@@ -40,7 +45,8 @@ class _Entry:
         """Run ``work`` in a thread, on the stream; its answer is the new state."""
         self.state = WORKING
         name, given = "slipstream-prepare", (work, evicted, stream)
-        threading.Thread(target=self._run, args=given, name=name, daemon=True).start()
+        self.thread = threading.Thread(target=self._run, args=given, name=name, daemon=True)
+        self.thread.start()
 
     def _run(
         self, work: Callable[[], str], evicted: list[_Entry], stream: torch.cuda.Stream | None
@@ -54,8 +60,9 @@ class _Entry:
                 state = work()
             _LOG.info("standby draft %s after %.3f s", state, time.perf_counter() - began)
         except (NotSwappableError, *LOAD_FAILURES) as error:
-            _LOG.warning("no standby copy of the draft, its commit will load it: %s", error)
+            # As text: whoever keeps the error keeps the copy's memory.
             state = f"{type(error).__name__}: {error}"
+            _LOG.warning("no standby copy of the draft, its commit will load it: %s", state)
         finally:
             self.state = state
 
@@ -106,9 +113,16 @@ class Standby:
         return WORKING
 
     def is_ready(self, source: WeightSource) -> bool:
-        """Whether these weights can be swapped in."""
+        """Whether these weights can be swapped in.
+
+        What a swap replaced is being read after it: a commit that is undone at once waits for that.
+        """
         entry = self._entries.get(source)
-        return entry is not None and entry.state == READY
+        if entry is None:
+            return False
+        if entry.thread is not None and entry.copy.hashes:  # It is loaded.
+            entry.thread.join(_READ_SECONDS)
+        return entry.state == READY
 
     def load(self, source: WeightSource) -> None:
         """Make these weights ready in the engine's time, where a reload is not possible.
@@ -154,7 +168,10 @@ class Standby:
 
     def drop(self) -> None:
         """Forget all of them: their memory is wanted, or the live draft is written to."""
-        self._entries = {}
+        if self._entries:
+            self._entries = {}
+            # A copy's parameters refer to its modules: their loaders are bound to them.
+            gc.collect()
 
     def _start(self, entry: _Entry, work: Callable[[], str], evicted: list[_Entry]) -> None:
         """On an accelerator on a stream of their own: the engine's steps do not wait for it."""

@@ -183,6 +183,8 @@ def slipstream_apply(self: Any, messages: list[Mapping[str, Any]]) -> dict[str, 
     try:
         for change, live in changes:
             if live.reloads(change.new):
+                if live.standby is not None:
+                    live.standby.drop()  # As the reload will: what that frees is room.
                 draft = change.kind == "draft"
                 check_room(live.model, {*self.get_model().modules()} if draft else ())
     except RefusedError as error:

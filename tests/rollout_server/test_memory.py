@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import threading
 import types
+import weakref
 from typing import Any
 
 import pytest
@@ -15,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from rollout_server import swap, worker
 from rollout_server.read_back import SAME, element_hash
 from rollout_server.reload import Change, Result
-from rollout_server.standby import READY, Standby
+from rollout_server.standby import READY, WORKING, Standby
 from rollout_server.store import WeightSource
 from rollout_server.swap import must_pin, swap_contents
 from rollout_server.worker import (
@@ -132,24 +134,35 @@ def test_a_policy_is_not_reloaded_where_one_layer_does_not_fit_twice(
         worker.check_room(policy)
 
 
-@pytest.mark.parametrize(("ready", "free"), [(False, 15), (False, 16), (True, 0)])
-def test_a_draft_that_cannot_be_swapped_needs_room_for_its_largest_layer_twice(
-    device: types.SimpleNamespace, monkeypatch: pytest.MonkeyPatch, ready: bool, free: int
-) -> None:
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> types.SimpleNamespace:
+    """A worker with a draft on the GPU, whose reload needs 16 MiB."""
     policy, draft = nn.Module(), nn.Module()
     with FakeTensorMode():
         for module, size in ((policy, 4096), (draft, 2048)):
             module.weight = nn.Parameter(torch.empty(size, size, device=CUDA))
     draft.embed_tokens = policy  # The verifier's own: it is not reloaded.
-    standby = Standby(lambda: policy, lambda: draft, None)  # type: ignore[arg-type]
-    monkeypatch.setattr(standby, "is_ready", lambda source: ready)
+    read_back = types.SimpleNamespace(committed={"w": 0}, lost=False, record=lambda hashes: None)
+    standby = Standby(lambda: policy, lambda: draft, read_back)  # type: ignore[arg-type]
     settings = types.SimpleNamespace(draft_model_config=None)
-    server = types.SimpleNamespace(
+    monkeypatch.setattr("vllm.config.set_current_vllm_config", contextlib.nullcontext)
+    return types.SimpleNamespace(
         get_model=lambda: policy,
         get_draft_model=lambda: draft,
         vllm_config=types.SimpleNamespace(speculative_config=settings, lora_config=None),
         slipstream_hooks=types.SimpleNamespace(standby=standby),
     )
+
+
+@pytest.mark.parametrize(("ready", "free"), [(False, 15), (False, 16), (True, 0)])
+def test_a_draft_that_cannot_be_swapped_needs_room_for_its_largest_layer_twice(
+    device: types.SimpleNamespace,
+    server: types.SimpleNamespace,
+    monkeypatch: pytest.MonkeyPatch,
+    ready: bool,
+    free: int,
+) -> None:
+    monkeypatch.setattr(server.slipstream_hooks.standby, "is_ready", lambda source: ready)
     applied: list[object] = []
 
     def apply_all(changes: list[object]) -> Result:
@@ -157,7 +170,6 @@ def test_a_draft_that_cannot_be_swapped_needs_room_for_its_largest_layer_twice(
         return Result(0.0)
 
     monkeypatch.setattr(worker, "apply_all", apply_all)
-    monkeypatch.setattr("vllm.config.set_current_vllm_config", contextlib.nullcontext)
     device.free = free * MIB
     change = Change("draft", WeightSource("/new"), WeightSource("/old")).to_message()
     answer = slipstream_apply(server, [change])
@@ -165,6 +177,79 @@ def test_a_draft_that_cannot_be_swapped_needs_room_for_its_largest_layer_twice(
         assert answer["error"] == "" and applied
     else:
         assert "16777216 bytes" in answer["error"] and answer["restored"] and not applied
+
+
+class Copied:
+    """A standby copy without tensors: what is read back is what was loaded."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, *given: object) -> None:
+        self.hashes: dict[str, int] = {}
+        self.itself = self  # As a loader of a parameter refers to its module.
+
+    def load(self, weights: object) -> None:
+        self.hashes = {"w": 1}
+
+    def pairs(self) -> list[Any]:
+        return []
+
+    def read(self) -> dict[str, int]:
+        return self.hashes
+
+
+def test_a_commit_that_is_undone_at_once_swaps_back_without_room_for_a_reload(
+    device: types.SimpleNamespace, server: types.SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where another rank refused it: what was live is still being read."""
+    waited = threading.Event()
+
+    class Slow(Copied):
+        def read(self) -> dict[str, int]:
+            assert waited.wait(60)
+            return super().read()
+
+    join_thread = threading.Thread.join
+
+    def join_once_asked(thread: threading.Thread, timeout: float | None = None) -> None:
+        waited.set()
+        join_thread(thread, 60)
+
+    monkeypatch.setattr("rollout_server.standby.StandbyCopy", Slow)
+    change = Change("draft", WeightSource("/new"), WeightSource("/old"))
+    ready(server.slipstream_hooks.standby, change.new)
+    monkeypatch.setattr(threading.Thread, "join", join_once_asked)
+    assert device.free == 0
+    for each in (change, change.undone()):
+        answer = slipstream_apply(server, [each.to_message()])
+        assert (answer["error"], answer["restored"]) == ("", True)
+
+
+def test_a_copy_that_failed_leaves_its_memory_to_the_reload(
+    device: types.SimpleNamespace, server: types.SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held: list[weakref.ref[Copied]] = []
+
+    class Failing(Copied):
+        def load(self, weights: object) -> None:
+            held.append(weakref.ref(self))
+            raise RuntimeError("out of memory")
+
+    def mem_get_info(_: object) -> tuple[int, int]:
+        return (0 if held[0]() else 16 * MIB), 80 << 30
+
+    loaded: list[object] = []
+    monkeypatch.setattr("rollout_server.standby.StandbyCopy", Failing)
+    monkeypatch.setattr("rollout_server.reload.load", lambda *given: loaded.append(given))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", mem_get_info)
+    change = Change("draft", WeightSource("/new"), WeightSource("/old"))
+    standby = server.slipstream_hooks.standby
+    standby.read_back.record = lambda: None
+    assert standby.prepare(change.new, None) == WORKING
+    join()
+    assert "out of memory" in standby.prepare(change.new, None)
+    answer = slipstream_apply(server, [change.to_message()])
+    assert (answer["error"], len(loaded)) == ("", 1)
 
 
 @pytest.mark.parametrize("draft", [nn.Sequential(linear(32)), None], ids=["draft", "without"])
