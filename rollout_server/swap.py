@@ -216,8 +216,11 @@ def must_pin(device: torch.device, needed: int, owed: Callable[[], int]) -> bool
 def free_bytes(device: torch.device) -> int:
     """Of a CUDA device: what the driver has, and what torch keeps without using it.
 
-    What torch keeps for CUDA graphs, or in another private pool, is for that pool alone.
+    What torch keeps for CUDA graphs, or in another private pool, is for that pool alone. Of what
+    another allocator than torch's own keeps there is no account.
     """
+    if torch.cuda.get_allocator_backend() != "native":
+        return torch.cuda.mem_get_info(device)[0]
     index = torch.cuda.current_device() if device.index is None else device.index
     kept = sum(
         segment["total_size"] - segment["active_size"]

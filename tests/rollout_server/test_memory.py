@@ -19,7 +19,7 @@ from rollout_server.read_back import SAME, element_hash
 from rollout_server.reload import Change, Result
 from rollout_server.standby import READY, WORKING, Standby
 from rollout_server.store import WeightSource
-from rollout_server.swap import must_pin, swap_contents
+from rollout_server.swap import free_bytes, must_pin, swap_contents
 from rollout_server.worker import (
     SLEEPS,
     owed_bytes,
@@ -43,6 +43,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> types.SimpleNamespace:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (numbers.free, 80 << 30))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: numbers.reserved)
     monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: numbers.segments)
+    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "native")
     return numbers
 
 
@@ -109,6 +110,20 @@ def test_a_copy_goes_to_the_host_where_the_engine_still_needs_the_device(
     assert must_pin(CUDA, 57 * MIB, lambda: 0)
     assert must_pin(CUDA, 16 * MIB, lambda: 51 * MIB)
     assert not must_pin(torch.device("cpu"), 1 << 60, lambda: 0)
+
+
+def test_of_cudas_own_allocator_only_what_the_driver_has_counts(
+    device: types.SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With PYTORCH_CUDA_ALLOC_CONF=backend:cudaMallocAsync torch keeps no segments."""
+
+    def memory_snapshot() -> list[dict[str, Any]]:
+        raise RuntimeError("cudaMallocAsync does not yet support snapshot")
+
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", memory_snapshot)
+    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "cudaMallocAsync")
+    device.free = 50 * MIB
+    assert free_bytes(CUDA) == 50 * MIB
 
 
 def test_a_policy_is_not_reloaded_where_one_layer_does_not_fit_twice(
