@@ -199,7 +199,7 @@ async def control_plane(
     refuse_shared(description, served)
     draft = Weights(DRAFT, 0, WeightSource())
     if settings.draft_dir is not None:
-        draft = _stage_first_draft(settings.draft_dir, store)
+        draft = _stage_first_draft(settings.draft_dir, store, DRAFT in description.tied)
     tracker.start(draft.version or 0)
     policy = Weights(POLICY, None, WeightSource(directory=str(settings.model_dir)))
     shown.num_speculative_tokens = settings.draft_length
@@ -220,15 +220,21 @@ async def control_plane(
     return control, RolloutService(control, expected, served, peers)
 
 
-def _stage_first_draft(draft_dir: Path, store: ContentStore) -> Weights:
+def _stage_first_draft(draft_dir: Path, store: ContentStore, tied: bool) -> Weights:
     """The draft the server was started with, as if it had been staged: going back to it later needs
     neither the network nor its directory.
+
+    Args:
+        draft_dir: its checkpoint.
+        store: that gets its tensors.
+        tied: whether its lm_head is its embeddings in the workers' memory: a stage comes without.
 
     Raises:
         RefusedError: it does not fit into the store, or has values that are not finite.
     """
     manifest = read_manifest(draft_dir)
     tensors = load_tensors(draft_dir)
+    _tied(tensors, tied)
     version, against = 0, None
     if manifest is not None:
         version = manifest.draft_version
@@ -274,22 +280,22 @@ def _expected_draft(draft: Weights, description: Description, served: Served) ->
     return Expected(DRAFT, layout, description.served_dtype, optional, fixed, forbidden, tied)
 
 
-def _tied(layout: dict[str, TensorLayout], one_matrix: bool) -> str:
-    """Name of the embeddings where lm_head is that matrix: its own name leaves the layout.
+def _tied(tensors: dict[str, Any], one_matrix: bool) -> str:
+    """Name of the embeddings where lm_head is that matrix: its own name leaves the tensors.
 
     Args:
-        layout: of a checkpoint, which may have the matrix under one name or both.
+        tensors: of a checkpoint, which may have the matrix under one name or both.
         one_matrix: whether it is one in the workers' memory.
 
     Returns:
         Empty where lm_head is a matrix of its own.
     """
-    heads = [name for name in layout if is_lm_head(name)]
-    embeddings = [name for name in layout if name.split(".")[-2:] == [EMBEDDING, "weight"]]
+    heads = [name for name in tensors if is_lm_head(name)]
+    embeddings = [name for name in tensors if name.split(".")[-2:] == [EMBEDDING, "weight"]]
     if len(embeddings) != 1 or (heads and not one_matrix):
         return ""
     for name in heads:
-        del layout[name]
+        del tensors[name]
     return embeddings[0]
 
 

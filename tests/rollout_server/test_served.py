@@ -15,7 +15,7 @@ from policy_bridge.sync import policy_tensors
 from rollout_server import app
 from rollout_server.acceptance import AcceptanceTracker
 from rollout_server.app import _expected_draft, _expected_policy
-from rollout_server.control import DRAFT, Weights
+from rollout_server.control import DRAFT, RolloutControl, Weights
 from rollout_server.control import POLICY as POLICY_KIND
 from rollout_server.engine import Description
 from rollout_server.plugins import Settings
@@ -27,7 +27,7 @@ from rollout_server.upload import Upload
 from slipstream.checkpoints import read_layout
 from slipstream.errors import RefusedError
 from slipstream.security import open_to_all
-from slipstream.tensors import spec_of
+from slipstream.tensors import digest_of_specs, spec_of
 from slipstream.v1 import rollout_server_pb2 as pb
 from tests.policy_bridge.conftest import make_model
 
@@ -268,6 +268,30 @@ def test_a_tied_draft_model_may_store_its_lm_head(stored: bool, tmp_path: Path) 
     for tensors in (plain, both):
         specs = [spec_of(name, tensor) for name, tensor in tensors.items()]
         assert [spec.name for spec in expected.check(specs)] == [*plain]
+
+
+@pytest.mark.parametrize("tied", [(), (DRAFT,)])
+def test_a_first_draft_is_held_as_it_would_be_staged(tied: tuple[str, ...], tmp_path: Path) -> None:
+    """Without a tied lm_head: it is release 0 of a trainer that has the same checkpoint."""
+    names = ["lm_head.weight", "model.embed_tokens.weight", "model.norm.weight"]
+    draft = write(tmp_path / "draft", {name: torch.ones(16, 8) for name in names})
+
+    async def start() -> RolloutControl:
+        control, service = await app.control_plane(
+            Describes(tied),  # type: ignore[arg-type]
+            ContentStore(tmp_path, 1 << 20),
+            Settings(draft, draft, open_to_all(), draft_kind="draft_model"),
+            *(read_layout(draft), AcceptanceTracker()),
+            *(lambda *_: None, pb.ServerState()),
+        )
+        service.workers.close()
+        return control
+
+    control = asyncio.run(start())
+    held = names[1:] if tied else names
+    assert [tensor.name for tensor in control.live[DRAFT].source.tensors] == held
+    staged_ones = [spec_of(name, torch.ones(16, 8)) for name in held]
+    assert control.state().draft_sha256 == digest_of_specs(staged_ones)
 
 
 def test_an_lm_head_that_is_served_beside_the_embeddings_is_required(tmp_path: Path) -> None:
