@@ -38,12 +38,12 @@ class Mtp(Served):
         _, config = check_sizes(model_dir, draft_dir, _SIZES, _NEXT)
         quantized = quantization(read_config(model_dir, "MODEL"), read_layout(model_dir))
         if quantized:
-            # Each of vLLM's MTP classes takes the verifier's quantization, other drafts their own.
+            # vLLM's MTP classes take the verifier's quantization, other drafts their own. Which
+            # modules that leaves out is each method's own matter, and is not read here.
             raise RefusedError(
                 f"MODEL {model_dir}",
                 quantized,
-                "unquantized weights with --draft-kind mtp: vLLM would draft with scales that the "
-                "head does not have",
+                "unquantized weights: an MTP head is not supported with a quantized MODEL",
                 "serve the unquantized checkpoint, or a draft of another kind",
             )
         others = [
