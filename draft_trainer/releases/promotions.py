@@ -128,8 +128,10 @@ class Promotion:
 
     def known(self, run_id: str, at: float) -> Figures:
         """The figures, where they say something of this run at that Unix time: another policy
-        accepts the same draft otherwise."""
-        fits = run_id == self.figures_run and abs(at - self.figures_at) < FIGURES_SECONDS
+        accepts the same draft otherwise. Empty ``run_id``: no run is open yet, so none has ended
+        the one before."""
+        ours = run_id in ("", self.figures_run)
+        fits = ours and abs(at - self.figures_at) < FIGURES_SECONDS
         return self.figures if fits else ()
 
     @property
@@ -338,7 +340,7 @@ class Promotions:
             if changed.live != now.live:
                 changed = replace(changed, live_at=time.time())
             if changed.figures != now.figures:
-                at, run_id = time.time(), self.run_id()
+                at, run_id = time.time(), self.run_id() or now.figures_run
                 changed = replace(changed, figures_at=at, figures_run=run_id)
             if changed != now:
                 self._write(changed)

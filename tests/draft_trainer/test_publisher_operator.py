@@ -169,6 +169,34 @@ def test_what_another_policy_accepted_of_the_incumbent_judges_no_release(
         assert rig.served == [0] and now.measuring, "it is measured first"
 
 
+@pytest.mark.parametrize("reopened", ["one", "other"])
+def test_figures_count_until_another_run_is_opened(
+    make_rig: Callable[..., Rig], reopened: str
+) -> None:
+    """A trainer that starts knows of no run until a policy opens one."""
+    rig = make_rig(1, CanaryConfig())
+    rig.run = SimpleNamespace(run_id="one", began=0.0)
+    rig.watching(0)
+    rig.draft(0, GOOD, 4000)
+    assert not rig.publisher.measure()
+    rig.run = None
+    rig.forget()
+    rig.watching(0)
+    rig.draft(0, GOOD, 400)
+    assert not rig.publisher.measure()
+    now = rig.promotions.now
+    assert sum(batch.drafts for batch in now.figures) >= 4400 and now.figures_run == "one"
+    rig.run = SimpleNamespace(run_id=reopened, began=time.monotonic())
+    rig.publisher.promote(2, pin=False)
+    settle(rig, 2, WORSE)
+    now = rig.promotions.now
+    assert rig.served == [0] and now.trial is None
+    if reopened == "one":
+        assert not now.hold and rig.events()[-1] == ("canary_rolled_back", 2)
+    else:
+        assert now.measuring, "it is measured first"
+
+
 def test_figures_are_taken_over_once(
     make_rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
