@@ -407,10 +407,11 @@ class Canary:
             event = "canary_promoted" if fine else "canary_rolled_back"
             return TrialResult(trial, event, text, _figures(mine))
         unmeasured = candidate is not None and incumbent is None and not live
-        if unmeasured and now.hold:
+        # An operator who went back to what passed does not want the incumbent again.
+        back = trial.version in now.good or trial.incumbent not in now.good
+        if unmeasured and (now.hold or back):
             return TrialResult(trial, "canary_promoted", f"{text} in time", _figures(mine))
-        # An operator who rolled back to it does not want the incumbent again.
-        if unmeasured and trial.version not in now.good:
+        if unmeasured:
             return TrialResult(trial, "canary_undecided", text, unmeasured=True)
         seconds = time.monotonic() - self._began
         if not trial.servers:

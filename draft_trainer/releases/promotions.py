@@ -286,7 +286,8 @@ class Promotions:
         """Promote the newest good release before the live one; from a trial, the last good one.
 
         Args:
-            trials: a release that is not the one last compared with is tried again.
+            trials: a release that is not the one last compared with is tried again, where there are
+                figures of that one.
 
         Returns:
             The release before, and the one that every server should serve now.
@@ -299,14 +300,16 @@ class Promotions:
             version = now.judged
             place = now.good.index(version) if version in now.good else len(now.good)
             target = self._sound(version, now.good[:place])
-            trial = None
-            if trials and target != now.incumbent:
-                trial = Trial(target, now.incumbent, began_at=time.time())
+            trial, figures, at = None, now.figures, time.time()
+            if target != now.incumbent:
+                if trials and now.known(self.run_id(), at):
+                    trial = Trial(target, now.incumbent, began_at=at)
+                else:
+                    figures = ()
             good = now.good[: now.good.index(target) + 1]
             # From a trial on some servers: what was promoted since then still comes.
             later = bool(now.canaries) and now.promoted != version
             promoted = now.promoted if later else target
-            figures = now.figures if trials else ()
             self._change(promoted=promoted, live=target, good=good, figures=figures)
             self._change(intent=None, trial=trial, hold=False)
             return version, target

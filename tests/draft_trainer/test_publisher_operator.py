@@ -197,6 +197,63 @@ def test_figures_count_until_another_run_is_opened(
         assert now.measuring, "it is measured first"
 
 
+def one_passed(rig: Rig) -> None:
+    """Release 1 passed its trial against release 0 in run "one", and is measured."""
+    rig.run = SimpleNamespace(run_id="one", began=0.0)
+    rig.watching(0)
+    rig.draft(0, GOOD, 6000)
+    rig.publisher.promote(1, pin=False)
+    settle(rig, 1)
+    assert rig.promotions.now.good == (0, 1)
+    assert not rig.publisher.measure()
+
+
+@pytest.mark.parametrize("what", ["a day later", "another run"])
+def test_what_was_rolled_back_by_hand_is_not_served_again(
+    make_rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    """Not to be measured either, where nothing is known to compare the next release with."""
+    rig = make_rig(1, CanaryConfig())
+    one_passed(rig)
+    if what == "a day later":
+        tomorrow = time.time() + 86_400
+        monkeypatch.setattr(time, "time", lambda: tomorrow)
+    assert rig.publisher.roll_back("by hand").draft_version == 0
+    now = rig.promotions.now
+    assert (now.trial is None) == (what == "a day later")
+    assert now.incumbent == (0 if now.trial is None else 1)
+    if what == "another run":
+        rig.run = SimpleNamespace(run_id="other", began=time.monotonic())
+    rig.draft(0, GOOD, 1000)
+    rig.publisher.promote(2, pin=False)
+    rig.draft(2, GOOD, 1000)
+    settle(rig, 2)
+    now = rig.promotions.now
+    assert rig.served == [2] and now.good == (0, 2)
+    assert now.trial is None and not now.hold
+
+
+@pytest.mark.parametrize("how", ["roll back", "promote"])
+def test_what_passed_before_is_not_undecided_for_ever(
+    make_rig: Callable[..., Rig], how: str
+) -> None:
+    """A run begins before there is a verdict on what an operator went back to."""
+    rig = make_rig(1, CanaryConfig())
+    one_passed(rig)
+    if how == "roll back":
+        rig.publisher.roll_back("by hand")
+    else:
+        rig.publisher.promote(0, pin=False)
+    trial = rig.promotions.now.trial
+    assert trial is not None and (trial.version, trial.incumbent) == (0, 1)
+    rig.run = SimpleNamespace(run_id="other", began=time.monotonic())
+    rig.draft(0, WORSE, 1000)
+    assert rig.publisher.settle()
+    now = rig.promotions.now
+    assert rig.served == [0] and now.incumbent == 0 and now.trial is None and not now.hold
+    assert rig.events()[-1] == ("canary_promoted", 0)
+
+
 def test_figures_are_taken_over_once(
     make_rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
