@@ -108,24 +108,22 @@ class Publisher:
             with self._handover:
                 self._taken -= Counter(taken)
 
-    def promote(self, version: int, pin: bool) -> PublishResult:
+    def promote(self, version: int, pin: bool, until: float = math.inf) -> PublishResult:
         """Stage and commit a release now. The pointer moves only when the fleet does.
 
         Raises:
-            RefusedError: no such release (NOT_FOUND), or another publish is under way (ABORTED).
+            RefusedError: no such release (NOT_FOUND), or another publish is under way (ABORTED), at
+                the monotonic time ``until`` at the latest: whoever asked does not wait any longer.
         """
         self._registry.get(version)
-        with self._staged_alone():
+        with self._staged_alone(until):
             now = self.promotions.now
             if now.trial is not None and now.canaries:
-                raise RefusedError(
-                    "publish",
-                    f"draft {now.trial.version} on trial",
-                    "a fleet that serves one release",
-                    "wait for the trial's result, or roll back",
-                    StatusCode.ABORTED,
-                )
-            result = self._publish(version)
+                found = f"draft {now.trial.version} on trial"
+                expected = "a fleet that serves one release"
+                next_step = "wait for the trial's result, or roll back"
+                raise RefusedError("publish", found, expected, next_step, StatusCode.ABORTED)
+            result = self._publish(version, until=until)
             done = result.draft_version == version if result.draft is None else result.changes
             if done:
                 self.promotions.promote(version, pin)
@@ -137,7 +135,9 @@ class Publisher:
             now = self.promotions.now
             return PublishResult(now.live) if now.waits else self._publish(now.promoted)
 
-    def roll_back(self, reason: str, failed: int | None = None) -> PublishResult:
+    def roll_back(
+        self, reason: str, failed: int | None = None, until: float = math.inf
+    ) -> PublishResult:
         """Put every reachable server on the newest good release before the live one; where a
         release is on trial, on the last good one.
 
@@ -145,12 +145,13 @@ class Publisher:
             reason: for the events.
             failed: not an operator's wish: what this release showed, if it is on trial, or is
                 live and none is.
+            until: as in ``promote``.
 
         Raises:
             RefusedError: FAILED_PRECONDITION, there is none; ABORTED, a publish is under way.
         """
-        with self._staged_alone():
-            return self._roll_back(reason, failed)
+        with self._staged_alone(until):
+            return self._roll_back(reason, failed, until)
 
     def settle(self) -> bool:
         """End the trial under way if it has a result: promote to the rest, or roll back.
@@ -229,19 +230,19 @@ class Publisher:
         finally:
             self._staging.release()
 
-    def _staged_alone(self) -> AbstractContextManager[None]:
-        return self._held(self._staging, 2)
+    def _staged_alone(self, until: float = math.inf) -> AbstractContextManager[None]:
+        return self._held(self._staging, 2, until)
 
-    def committed_alone(self) -> AbstractContextManager[None]:
+    def committed_alone(self, until: float = math.inf) -> AbstractContextManager[None]:
         """Held while something is committed or put back, not while a publish stages."""
-        return self._held(self._committing, 3)
+        return self._held(self._committing, 3, until)
 
     @contextmanager
-    def _held(self, lock: threading.Lock, commits: int) -> Iterator[None]:
+    def _held(self, lock: threading.Lock, commits: int, until: float) -> Iterator[None]:
         c = self.fleet.config
         longest = 3 * c.state_timeout_s + c.stage_timeout_s + commits * c.commit_timeout_s
         # A policy with the draft, then, where that fails, the policy alone.
-        longest += 2 * POLICY_SECONDS
+        longest = min(longest + 2 * POLICY_SECONDS, max(0.0, until - time.monotonic()))
         if not lock.acquire(timeout=longest):
             found = f"another publish, for more than {longest:.0f} s"
             next_step = "look at the rollout servers' state, then try again"
@@ -252,7 +253,9 @@ class Publisher:
         finally:
             lock.release()
 
-    def _publish(self, version: int, settled: Callable[[], None] | None = None) -> PublishResult:
+    def _publish(
+        self, version: int, settled: Callable[[], None] | None = None, until: float = math.inf
+    ) -> PublishResult:
         """Stage and commit.
 
         Args:
@@ -262,7 +265,7 @@ class Publisher:
         """
         self._drop_staged()
         result = self._stage(version, settled)
-        with self.committed_alone():
+        with self.committed_alone(until):
             if result.draft is not None:
                 return self._commit(result, 0, "", settled)
             if settled is not None and result.draft_version != version:
@@ -330,12 +333,9 @@ class Publisher:
                 refusal = f"{draft.stage_id} was not committed: {error}"
                 self._abort(staged)
                 chosen = ()
-        outcomes = {
-            address: staged.outcomes[address]
-            if staged is not None and address in holders
-            else ServerOutcome()
-            for address in dict.fromkeys((*self.fleet.addresses, *chosen))
-        }
+        known = {} if staged is None else {address: staged.outcomes[address] for address in holders}
+        addresses = dict.fromkeys((*self.fleet.addresses, *chosen))
+        outcomes = {address: known.get(address, ServerOutcome()) for address in addresses}
         enough = self._enough(len(chosen)) if others or staged is None else staged.enough
         commit_on_all(self.fleet, draft, chosen, policy_version, policy_stage_id, outcomes, enough)
         without = staged.without if staged is not None else {}
@@ -441,10 +441,10 @@ class Publisher:
             self._note("rolled_back", version, why)
         return restored
 
-    def _roll_back(self, reason: str, failed: int | None) -> PublishResult:
+    def _roll_back(self, reason: str, failed: int | None, until: float = math.inf) -> PublishResult:
         """To a good release. Only a failed trial lets go of a pin."""
         promotions, reason = self.promotions, reason or "no reason given"
-        with self.committed_alone():
+        with self.committed_alone(until):
             if failed not in (None, promotions.now.judged):  # A sync has put another one live.
                 return PublishResult(promotions.now.live)
             with promotions.state.transaction():

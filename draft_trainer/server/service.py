@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
+import time
 from collections.abc import AsyncIterator, Generator, Iterator
 from contextlib import aclosing
 from dataclasses import dataclass, field
@@ -48,6 +50,8 @@ MAX_WATCHERS = 16
 ANNOUNCE_SECONDS = 600.0
 IMPORT_SECONDS = 3600.0
 FETCH_SECONDS = 3600.0
+ANSWER_SECONDS = 1.0
+"""Of a caller's deadline, for the way of the answer."""
 
 # A stream beyond server.max_streams is refused by that name.
 _STREAMS_BEYOND = 8
@@ -238,19 +242,20 @@ class DraftTrainerService(pb_grpc.DraftTrainerServicer):
     async def PromoteRelease(
         self, request: pb.PromoteReleaseRequest, context: ServicerContext
     ) -> pb.PublishResult:
-        return await self.workers.run(self._promote, request)
+        return await self.workers.run(self._promote, request, answer_by(context))
 
-    def _promote(self, request: pb.PromoteReleaseRequest) -> pb.PublishResult:
+    def _promote(self, request: pb.PromoteReleaseRequest, until: float) -> pb.PublishResult:
         with self.registry.using(request.draft_version):
-            published = self.publisher.promote(request.draft_version, request.pin)
+            published = self.publisher.promote(request.draft_version, request.pin, until)
             return result_message(published)
 
     async def RollBackRelease(
         self, request: pb.RollBackReleaseRequest, context: ServicerContext
     ) -> pb.PublishResult:
         check_text("reason", request.reason, MAX_REASON_CHARACTERS)
-        roll_back = self.publisher.roll_back
-        return result_message(await self.workers.run(roll_back, request.reason))
+        roll_back, until = self.publisher.roll_back, answer_by(context)
+        published = await self.workers.run(roll_back, request.reason, None, until)
+        return result_message(published)
 
     async def PinRelease(
         self, request: pb.PinReleaseRequest, context: ServicerContext
@@ -309,6 +314,13 @@ class DraftTrainerService(pb_grpc.DraftTrainerServicer):
 
     def _blocking(self, requests: AsyncIterator[Any]) -> Iterator[Any]:
         return blocking(requests, 2 * self.config.server.message_timeout_s)
+
+
+def answer_by(context: ServicerContext) -> float:
+    """The monotonic time at which a refusal still reaches the caller: what is begun later would be
+    done although it looks failed, and again with the next try."""
+    remaining = context.time_remaining()
+    return math.inf if remaining is None else time.monotonic() + remaining - ANSWER_SECONDS
 
 
 def check_text(name: str, text: str, most: int) -> None:

@@ -126,10 +126,10 @@ def test_a_verdict_says_nothing_of_what_a_sync_puts_live_before_it_is_applied(
     monkeypatch.setattr(rig.canary, "result", lambda *_: result)
     alone = rig.publisher.committed_alone
 
-    def after_a_sync() -> object:
+    def after_a_sync(*until: float) -> object:
         monkeypatch.setattr(rig.publisher, "committed_alone", alone)
         assert rig.publisher.complete(7, rig.stage_policy(7)).draft_version == 2
-        return alone()
+        return alone(*until)
 
     monkeypatch.setattr(rig.publisher, "committed_alone", after_a_sync)
     if found == "gave up":

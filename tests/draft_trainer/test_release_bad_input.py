@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -87,21 +88,22 @@ def test_an_unknown_release_is_refused(rig: Rig) -> None:
     assert rig.promotions.now == before and rig.served == [1, 1, 1]
 
 
-def test_a_promote_during_a_promote_is_refused(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As it ends when the one before takes longer than all its deadlines together."""
-    before = rig.promotions.now
-    none = dict.fromkeys(("state_timeout_s", "stage_timeout_s", "commit_timeout_s"), 0.0)
-    with monkeypatch.context() as patch, rig.publisher._staged_alone():
-        patch.setattr(rig.fleet, "config", rig.fleet.config.model_copy(update=none))
+@pytest.mark.parametrize("under_way", ["_staged_alone", "committed_alone"])
+def test_a_promote_during_a_publish_is_refused_while_the_caller_waits(
+    rig: Rig, under_way: str
+) -> None:
+    """And not done later, when the operator takes it for failed."""
+    before, until = rig.promotions.now, time.monotonic()
+    with getattr(rig.publisher, under_way)():
         for move in (
-            lambda: rig.publisher.promote(2, pin=True),
-            lambda: rig.publisher.roll_back("x"),
+            lambda: rig.publisher.promote(2, pin=True, until=until),
+            lambda: rig.publisher.roll_back("x", until=until),
         ):
             with pytest.raises(RefusedError, match="one publish at a time") as caught:
                 move()
             assert caught.value.code is grpc.StatusCode.ABORTED
     assert rig.promotions.now == before and rig.served == [1, 1, 1]
-    assert rig.publisher.promote(2, pin=False).changes
+    assert rig.publisher.promote(2, pin=False, until=until).changes, "there is nothing to wait for"
 
 
 def test_texts_of_a_rollout_server_are_bounded_and_on_one_line(

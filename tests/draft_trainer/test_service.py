@@ -19,6 +19,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from draft_trainer.releases.promotions import Promotions
 from draft_trainer.releases.registry import Registry
+from draft_trainer.server import service
 from draft_trainer.server.app import TrainerServer
 from slipstream.client import open_channel
 from slipstream.errors import RefusedError
@@ -230,6 +231,20 @@ def test_missing_promoted_release_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RefusedError) as caught:
         TrainerServer(make_config(tmp_path))
     assert (caught.value.field, caught.value.found) == ("draft_version", "7")
+
+
+def test_an_operator_waits_for_another_publish_no_longer_than_the_call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with running(make_config(tmp_path), train=False) as (server, client):
+        before = server.publisher.promotions.now
+        with monkeypatch.context() as patch, server.publisher.committed_alone():
+            patch.setattr(service, "ANSWER_SECONDS", DEADLINE)
+            for move in (client.roll_back, lambda: client.promote(0, pin=True)):
+                assert refusal(move).code is grpc.StatusCode.ABORTED
+        assert refusal(client.roll_back).code is grpc.StatusCode.FAILED_PRECONDITION
+        assert server.publisher.promotions.now == before
+        assert client.promote(0).draft_version == 0
 
 
 def test_health_reflection_and_metrics(tmp_path: Path) -> None:
