@@ -234,32 +234,36 @@ class TrainingLoop:
             self.counters.idle = False
             if run.run_id != self.position.run_id:
                 self._begin_run(run)
+            shortage = ""
             try:
-                share = self.followers.give(drawn.samples, run.heads)
-                metrics = learner.step(share, run.heads)
+                metrics = learner.step(self.followers.give(drawn.samples, run.heads), run.heads)
             except RefusedError as error:
                 # A version was forgotten between draw and step: its samples are too old to train.
                 if error.field not in ("policy_version", DEVICE_MEMORY):
                     raise
                 logger.info("a batch was put back: %s", error)
                 self._stored(partial(run.put_back, drawn))
-                if error.field == DEVICE_MEMORY:
-                    self._wait_for_memory(error)
+                metrics, shortage = None, str(error) if error.field == DEVICE_MEMORY else ""
+            samples, number = len(drawn.samples), drawn.number
+            # Samples that are held cannot leave the store, and a gate or a pause may be long. The
+            # error held them, too.
+            del drawn
+            if metrics is None:
+                if shortage:
+                    self._wait_for_memory(shortage)
                 continue
             self._retry_s = _RETRY_S
             self.counters.device_memory.labels("step").inc(metrics.memory_retries)
-            self.position = replace(self.position, draws=drawn.number)
+            self.position = replace(self.position, draws=number)
             self.candidates.economy.trained(metrics.seconds)
             self.counters.trained(
-                samples=len(drawn.samples),
+                samples=samples,
                 tokens=metrics.anchors,
                 seconds=metrics.seconds,
                 skipped=metrics.skipped,
                 loss=metrics.loss,
                 step_acceptance=[a for a in metrics.step_acceptance if not math.isnan(a)],
             )
-            # Samples that are held cannot leave the store, and a gate or a pause may be long.
-            del share, drawn
             if not metrics.skipped:
                 if not self._steps_since_candidate:
                     self._first_step_at = time.monotonic() - metrics.seconds
@@ -271,7 +275,7 @@ class TrainingLoop:
             if enough or seconds >= config.candidate_seconds:
                 self._consider(run)
 
-    def _wait_for_memory(self, error: RefusedError) -> None:
+    def _wait_for_memory(self, error: str) -> None:
         """Longer every time, so that what shares the device is left alone."""
         self.counters.device_memory.labels("step").inc()
         self.counters.training_error = f"training waits: {error}"

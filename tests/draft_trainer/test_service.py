@@ -17,12 +17,15 @@ import torch
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
+from draft_trainer.drafters.policy import PolicyHeads
 from draft_trainer.releases.promotions import Promotions
 from draft_trainer.releases.registry import Registry
 from draft_trainer.server import service
 from draft_trainer.server.app import TrainerServer
+from draft_trainer.training.learner import DEVICE_MEMORY
 from slipstream.client import open_channel
 from slipstream.errors import RefusedError
+from slipstream.sample import Sample
 from slipstream.tensors import decode
 from slipstream.v1 import console_pb2
 from slipstream.v1 import draft_trainer_pb2 as pb
@@ -375,6 +378,30 @@ def test_streams_and_watchers_are_bounded(tmp_path: Path) -> None:
         assert client.status().idle
         for watch in watches:
             watch.cancel()
+
+
+def test_a_batch_is_not_held_while_training_waits_for_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with running(make_config(tmp_path)) as (server, client):
+        held, enough = list[int](), threading.Event()
+
+        def short(samples: list[Sample], heads: PolicyHeads) -> None:
+            raise RefusedError(DEVICE_MEMORY, "too little", "room for half a pass", "lower it")
+
+        def wait(error: str) -> None:
+            held.append(store.capacity_bytes - store.credit_bytes())
+            enough.wait(DEADLINE)
+
+        store = server._store
+        monkeypatch.setattr(server.loop.learner, "step", short)
+        monkeypatch.setattr(server.loop, "_wait_for_memory", wait)
+        client.open()
+        client.announce(1)
+        client.send(*rollouts(20))
+        client.wait_for(lambda _: held)
+        assert client.status().samples_pending > 0 and held[0] == 0
+        enough.set()
 
 
 def test_open_streams_end_when_the_trainer_stops(tmp_path: Path) -> None:
