@@ -268,8 +268,9 @@ FACTS: tuple[Fact[Observed], ...] = (
     Fact(
         "draft_staleness_versions",
         "Policy versions that the live draft is behind the policy; a draft that was trained on "
-        f"none counts as trained on version 0. {_NO_POLICY} Never one with `--draft-kind ngram` or "
-        "`none`.",
+        "none counts as trained on version 0. A server knows of no run: after another one began it "
+        f"compares versions of two runs until that one's first release is live. {_NO_POLICY} Never "
+        "one with `--draft-kind ngram` or `none`.",
         _behind,
     ),
     Fact(

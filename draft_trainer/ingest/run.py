@@ -80,6 +80,8 @@ class Run:
 
     Attributes:
         began: monotonic time at which this process began or continued it.
+        first_policy_version: which a draft of no or another run counts as trained on; None before.
+            A run that continues another one's checkpoint need not count from 0.
     """
 
     def __init__(
@@ -93,6 +95,7 @@ class Run:
         self._max_policy_lag = max_policy_lag
         self._registering = threading.Lock()
         self._matrices = MatrixFiles(store.folder / POLICIES)
+        self.first_policy_version = store.first_policy()
         if known := store.policies():
             # Stale, not damaged: versions beyond a lag that was lowered since, and samples of
             # forgotten versions that waited, drawn, for a saved state when a kill undid the draws.
@@ -180,6 +183,8 @@ class Run:
             kept = [self._matrices.keep(*pair) for pair in zip(head.tensors, digests, strict=True)]
             names = [each.hex() for each in digests]
             self.store.put_policy(self.run_id, head.policy_version, names)
+            if self.first_policy_version is None:
+                self.first_policy_version = head.policy_version
             form = LogitForm.of(self.policy)
             self.heads.add(PolicyHead(head.policy_version, *kept, form=form), digests)
             self._forget_old()

@@ -113,7 +113,6 @@ class SampleStore:
         self._arena = Arena(folder / ARENA, self.capacity_bytes)
         self._db = Database(folder / FILE)
         self._run: tuple[str, dict[str, Any]] | None = None
-        self._held_out_fraction = config.held_out_fraction or HELD_OUT_MOST
         self.draws = 0
         try:
             self._start()
@@ -285,6 +284,7 @@ class SampleStore:
             self._db.execute("UPDATE samples SET tokens = 0")
             self._db.execute("DELETE FROM draws")
             self._db.set("policies", [])
+            self._db.set("first_policy", [])
             self._db.set("held_out_fraction", None)
             self._db.set("run", [run_id, facts])
         self._free(gone)
@@ -298,6 +298,7 @@ class SampleStore:
         self._check_run(run_id)
         with self._db.transaction():
             self._db.set("policies", sorted([*self.policies(), (version, [*names])]))
+            self._db.set("first_policy", [self.first_policy()])
             adapts = self._config.held_out_fraction is None
             fraction = self._hold_out_less() if adapts else self._held_out_fraction
         self._held_out_fraction = fraction
@@ -306,6 +307,11 @@ class SampleStore:
     def policies(self) -> list[tuple[int, list[str]]]:
         """Version and names of the tensors of every policy version, oldest first."""
         return [(version, names) for version, names in self._db.get("policies", [])]
+
+    @repairing
+    def first_policy(self) -> int | None:
+        """The run's first policy version, dropped or not (if that is not noted, the oldest)."""
+        return min([*self._db.get("first_policy", []), *dict(self.policies())], default=None)
 
     @repairing
     def keep_versions(self, run_id: str, versions: Sequence[int], reason: str = "stale") -> bool:
@@ -376,8 +382,8 @@ class SampleStore:
         run = self._db.get("run", None)
         self._run = None if run is None else (run[0], run[1])
         self.draws = int(self._db.get("last_draw", 0))
-        if self._config.held_out_fraction is None:
-            self._held_out_fraction = self._db.get("held_out_fraction", None) or HELD_OUT_MOST
+        kept = self._db.get("held_out_fraction", None)
+        self._held_out_fraction = self._config.held_out_fraction or kept or HELD_OUT_MOST
         with self._db.transaction():
             gone = self._evict("start + size > ?", self.capacity_bytes)
         self._count("capacity", sum(untrained for *_, untrained in gone))

@@ -20,6 +20,7 @@ import grpc
 
 from draft_trainer.config import PublishConfig
 from draft_trainer.drafters.acceptance import Method
+from draft_trainer.ingest.run import Run
 from draft_trainer.releases.client import DraftPayload, Failure, RolloutClient, drafts_wanted
 from draft_trainer.releases.members import Members
 from draft_trainer.releases.registry import Registry
@@ -242,21 +243,22 @@ class DraftLag:
     speed, and no rollout uses a draft staler than configured. 0: no limit.
     """
 
-    def __init__(self, max_lag: int, registry: Registry, run_id: Callable[[], str]) -> None:
-        """``run_id`` is of the run whose policy is served."""
+    def __init__(self, max_lag: int, registry: Registry, run: Callable[[], Run | None]) -> None:
+        """``run`` is the one that is fed; None before the first."""
         self.max_lag = max_lag
         self._registry = registry
-        self._run_id = run_id
+        self._run = run
         self._policy_version: int | None = None
         self._lock = threading.Lock()
         self._told: dict[str, bool] = {}
         self._failed: dict[str, str] = {}
 
-    def fresh(self, state: pb.ServerState, policy_version: int | None = None) -> bool:
+    def fresh(self, state: pb.ServerState, policy_version: int | None = None) -> bool | None:
         """Whether a server's draft may propose for ``policy_version`` (the one it has now).
 
         A draft that was trained against no policy version of this run (release 0, or another
-        run's) counts as trained against version 0; a policy without a version yet has no lag.
+        run's) counts as trained against the run's first one. None before that is announced: what
+        the server has may be a version of the run before. A policy without a version has no lag.
         """
         if policy_version is None:
             policy_version = (
@@ -264,14 +266,19 @@ class DraftLag:
             )
         if not self.max_lag or policy_version is None:
             return True
-        return policy_version - self._against(state) <= self.max_lag
+        against = self._against(state)
+        return None if against is None else policy_version - against <= self.max_lag
 
-    def _against(self, state: pb.ServerState) -> int:
+    def _against(self, state: pb.ServerState) -> int | None:
+        run = self._run()
+        run_id, first = ("", None) if run is None else (run.run_id, run.first_policy_version)
         try:
-            return self._registry.trained_against(state.draft_version, self._run_id()) or 0
+            against = self._registry.trained_against(state.draft_version, run_id)
         except RefusedError:
             # No release of this registry, or a damaged one.
-            return state.trained_against_policy_version
+            known = state.HasField("trained_against_policy_version")
+            against = state.trained_against_policy_version if known else None
+        return first if against is None else against
 
     def before_policy(self, fleet: Fleet, policy_version: int) -> None:
         """Turn speculation off on servers whose draft will be too old for this policy."""
@@ -280,7 +287,7 @@ class DraftLag:
 
         def ask(client: RolloutClient) -> None:
             state = client.state()
-            if not isinstance(state, Failure) and not self.fresh(state, policy_version):
+            if not isinstance(state, Failure) and self.fresh(state, policy_version) is False:
                 self._set(client, state, enabled=False)
 
         if self.max_lag:
@@ -292,9 +299,8 @@ class DraftLag:
         with self._lock:
             self._told = {a: told for a, told in self._told.items() if a in known}
         if self.max_lag:
-            fleet.each(
-                lambda c: self._set(c, known[c.address], self.fresh(known[c.address])), known
-            )
+            fresh = {a: fresh for a, s in known.items() if (fresh := self.fresh(s)) is not None}
+            fleet.each(lambda c: self._set(c, known[c.address], fresh[c.address]), fresh)
 
     def _set(self, client: RolloutClient, state: pb.ServerState, enabled: bool) -> None:
         # A server that may draft and does not has found that it does not pay.
@@ -317,5 +323,5 @@ class DraftLag:
             switched = f"{'on' if enabled else 'off'} for draft {state.draft_version}"
             against = self._against(state)
             logger.warning(
-                "%s: speculation %s, trained against policy %d", client.address, switched, against
+                "%s: speculation %s, trained against policy %s", client.address, switched, against
             )

@@ -19,6 +19,7 @@ from itertools import zip_longest
 
 from pydantic import TypeAdapter, ValidationError
 
+from draft_trainer.ingest.run import Run
 from draft_trainer.state import State
 from slipstream.errors import RefusedError, StatusCode
 
@@ -180,14 +181,19 @@ class Promotions:
         state: State,
         check: Callable[[int], object],
         initial: int = 0,
-        run_id: Callable[[], str] = lambda: "",
+        run: Callable[[], Run | None] = lambda: None,
     ) -> None:
-        """``run_id`` is of the run that is fed; empty before the first."""
+        """``run`` is the one that is fed; None before the first."""
         self.state = state
-        self.run_id = run_id
+        self.run = run
         self._check = check
         if read_promotion(state) is None:
             self._write(Promotion(initial, initial, (initial,)))
+
+    def run_id(self) -> str:
+        """Of the run that is fed; empty before the first."""
+        run = self.run()
+        return "" if run is None else run.run_id
 
     @property
     def now(self) -> Promotion:

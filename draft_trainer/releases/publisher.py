@@ -61,7 +61,7 @@ class Publisher:
         self.promotions = promotions
         self.counters = counters
         self.payloads = Payloads(registry)
-        self.lag = DraftLag(fleet.config.max_draft_lag, registry, promotions.run_id)
+        self.lag = DraftLag(fleet.config.max_draft_lag, registry, promotions.run)
         self._registry = registry
         self._canary = canary
         self._staging = threading.Lock()

@@ -136,7 +136,7 @@ FACTS: tuple[Fact[TrainerStatus], ...] = (
     _is(
         "draft_staleness_versions",
         "Policy versions that the served release is behind the newest one; a release that was "
-        f"trained on none counts as trained on version 0. {_NO_POLICY}",
+        f"trained on none of this run counts as trained on the first one. {_NO_POLICY}",
         "served_staleness",
     ),
     _is(

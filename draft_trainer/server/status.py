@@ -235,7 +235,9 @@ class Status:
         gate = next(iter(self.state.gate_results.newest(1)), None)
         run, trial = self.runs.current, promotion.trial
         policy, run_id = (None, "") if run is None else (run.latest_policy_version, run.run_id)
+        first = None if run is None else run.first_policy_version
         served_against = self._trained_against(promotion.live, run_id)
+        counted = first if served_against is None else served_against
         drafted = last_minute(self.watch.recent(WINDOW_SECONDS))
         status = pb.TrainerStatus(
             time=time.time(),
@@ -277,10 +279,10 @@ class Status:
             served_release=promotion.live,
             served_trained_against=served_against,
             served_at=promotion.live_at,
-            served_staleness=_behind(policy, served_against),
+            served_staleness=_behind(policy, counted),
             served_staleness_seconds=None
             if policy is None
-            else self.policy_clock.behind_seconds(served_against or 0),
+            else self.policy_clock.behind_seconds(counted or 0),
             # Gate and fleet.
             verdicts=by_label(counters.verdicts),
             last_verdict=gate,
@@ -338,8 +340,7 @@ def _speed_up(servers: Iterable[console.ServerView]) -> float | None:
 
 
 def _behind(policy: int | None, trained_against: int | None) -> int | None:
-    """Policy versions between; a release that was trained on none of the run's counts as trained on
-    0."""
+    """Policy versions between."""
     return None if policy is None else max(0, policy - (trained_against or 0))
 
 

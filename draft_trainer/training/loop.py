@@ -313,7 +313,8 @@ class TrainingLoop:
             promoted, registry = self.candidates.promotions.now.promoted, self.candidates.registry
             # A manifest that cannot be read is read again for the next policy version.
             with suppress(RefusedError):
-                age = version - (registry.trained_against(promoted, run.run_id) or 0)
+                against = registry.trained_against(promoted, run.run_id)
+                age = version - (run.first_policy_version or 0 if against is None else against)
                 if age + 1 >= lag:
                     behind = (
                         f"draft {promoted} is {age} policy versions old, "

