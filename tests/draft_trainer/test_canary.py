@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
 
 import pytest
 
@@ -296,6 +297,7 @@ def test_an_incumbent_that_cannot_be_measured_holds_nothing_up_for_ever(
 ) -> None:
     """It is too far behind the policy to draft; release 1 was trained against version 11."""
     rig = make_rig(1, CanaryConfig(), max_draft_lag=2)
+    rig.run = SimpleNamespace(run_id="run", began=0.0, first_policy_version=0)
     (double,) = rig.doubles
     rig.watching(0)
     rig.publisher.complete(12, rig.stage_policy(12))
