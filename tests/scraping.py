@@ -6,6 +6,7 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import generate_latest
+from prometheus_client.metrics_core import Metric
 from prometheus_client.openmetrics import exposition as openmetrics
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families as parse_text
@@ -15,12 +16,23 @@ Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 
 
 def scrape(collector: Collector) -> Samples:
-    """Every sample, by name and labels; both exposition formats must say the same."""
+    """Every sample, by name and labels; both exposition formats must say the same.
+
+    What is collected may change at any time, so both formats are of one collection.
+    """
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(collector)
+    registry.register(_Collected(list(collector.collect())))
     text = _samples(parse_text(generate_latest(registry).decode()))
     assert _samples(parse_openmetrics(openmetrics.generate_latest(registry).decode())) == text
     return text
+
+
+class _Collected(Collector):
+    def __init__(self, families: list[Metric]) -> None:
+        self._families = families
+
+    def collect(self) -> list[Metric]:
+        return self._families
 
 
 def value(samples: Samples, name: str, **labels: str) -> float | None:
