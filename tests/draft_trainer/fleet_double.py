@@ -242,8 +242,10 @@ class RolloutDouble(pb_grpc.RolloutServerServicer):
                 if drafts == said:
                     self._moved.wait(0.2)
                     continue
+                # A stream of a fleet before, which ends, reads on.
+                if said is None:
+                    self.watched.set()
                 said = drafts
-                self.watched.set()
                 report = pb.AcceptanceReport(state=self.state, counters=self._counters.values())
             yield report
 

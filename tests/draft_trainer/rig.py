@@ -55,8 +55,7 @@ def raw_config(tmp_path: Path, **sections: dict[str, Any]) -> dict[str, Any]:
             "max_policy_lag": 2,
         },
         "training": {
-            **{"ttt_steps": 3, "learning_rate": 0.01, "warmup_steps": 2, "linger_s": 0.05},
-            "weight_averaging": 0.0,
+            **{"ttt_steps": 3, "learning_rate": 0.01, "warmup_steps": 2, "weight_averaging": 0.0},
         },
         "gate": {"min_anchors": 20},
         # Nothing generates here, so nothing could pay.

@@ -247,7 +247,7 @@ def test_untested_releases_do_not_lower_what_the_next_is_compared_with(
     undecided = [version for name, version in rig.events() if name == "canary_undecided"]
     assert undecided == [1, 2]
     assert began <= now.trial.began_at <= time.time() and not now.trial.undecided
-    monkeypatch.setattr(canary.time, "time", lambda: began + 61)
+    monkeypatch.setattr(canary.time, "time", lambda: now.trial.began_at + 61)
     assert rig.publisher.settle(), "the fleet has served nothing that passed for a minute"
     late = rig.promotions.now.trial
     assert late is not None and late.undecided

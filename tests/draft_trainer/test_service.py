@@ -384,9 +384,10 @@ def test_a_batch_is_not_held_while_training_waits_for_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with running(make_config(tmp_path)) as (server, client):
-        held, enough = list[int](), threading.Event()
+        held, sent, enough = list[int](), threading.Event(), threading.Event()
 
         def short(samples: list[Sample], heads: PolicyHeads) -> None:
+            assert sent.wait(DEADLINE)
             raise RefusedError(DEVICE_MEMORY, "too little", "room for half a pass", "lower it")
 
         def wait(error: str) -> None:
@@ -399,6 +400,7 @@ def test_a_batch_is_not_held_while_training_waits_for_memory(
         client.open()
         client.announce(1)
         client.send(*rollouts(20))
+        sent.set()
         client.wait_for(lambda _: held)
         assert client.status().samples_pending > 0 and held[0] == 0
         enough.set()

@@ -140,8 +140,9 @@ def test_publishing_on_promotion_needs_no_sync_window(tmp_path: Path) -> None:
     config = make_config(tmp_path, publish={"rollout_servers": [double.address], "on": "promotion"})
     with feeding(config) as (_, client):
         version = train_until_released(client)
-        client.wait_for(lambda status: status.publishes["committed"])
-        assert double.state.draft_version == version
+        client.wait_for(
+            lambda s: s.publishes["committed"] and double.state.draft_version == version
+        )
     double.stop()
 
 
@@ -432,20 +433,21 @@ def test_batch_whose_policy_version_was_forgotten_is_dropped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with running(make_config(tmp_path)) as (server, client):
-        learner = server.loop.learner
-        step, drawn = learner.step, threading.Event()
+        step, sent, drawn = server.loop.learner.step, threading.Event(), threading.Event()
 
         def late(samples: list[Sample], heads: PolicyHeads) -> StepMetrics:
             if not drawn.is_set():
+                assert sent.wait(DEADLINE)
                 for version in (2, 3, 4):
                     client.announce(version)
                 drawn.set()
             return step(samples, heads)
 
-        monkeypatch.setattr(learner, "step", late)
+        monkeypatch.setattr(server.loop.learner, "step", late)
         client.open()
         client.announce(1)
         client.send(*rollouts(20))
+        sent.set()
         assert drawn.wait(DEADLINE)
         client.send(*rollouts(20, seed=1, version=4))
         status = client.wait_for(lambda s: s.train_steps >= 1 and s.idle)
