@@ -142,6 +142,17 @@ def _gains(demo: dict[str, Any]) -> str:
             f"speculation (median over steps; {loop['adapted']['min']:.2f} to "
             f"{loop['adapted']['max']:.2f})."
         )
+        if len(seeds := list(demo.get("seeds", {}).values())) > 1:
+            moving = [one["followed"]["moving part"]["over_frozen"] for one in seeds]
+            ends = [
+                length["adapted"]["end"] / length["frozen"]["end"]
+                for length in (one["acceptance_length"] for one in seeds)
+            ]
+            moved += (
+                f" Over {len(seeds)} seeds, the first of which is in the table, the adapted "
+                f"draft's average there is {min(moving):.2f} to {max(moving):.2f} times the frozen "
+                f"draft's, and {min(ends):.2f} to {max(ends):.2f} times at the end."
+            )
         rows += ["", *textwrap.wrap(moved, 108)]
     swap = figures["live_swap_seconds"]["median"] * 1e3
     text = (
