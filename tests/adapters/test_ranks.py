@@ -87,7 +87,7 @@ def seen(policy_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
             start_new_session=True,
         )
         try:
-            errors = process.communicate(timeout=240)[1]
+            errors = process.communicate(timeout=600)[1]
         finally:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)

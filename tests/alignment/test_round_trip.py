@@ -89,7 +89,7 @@ def vllm_draft(
         [sys.executable, "-m", "tests.alignment.vllm_draft", json.dumps(job)],
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=600,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-4000:]

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import grpc
 import torch
 
+from examples.arithmetic_grpo.processes import free_port
 from slipstream.errors import RefusedError, abort_with
 from slipstream.serving import SERVER_OPTIONS
 from slipstream.tensors import ChunkAssembler, digest_of_specs, spec_of
@@ -82,7 +83,8 @@ class RolloutDouble(pb_grpc.RolloutServerServicer):
         """Somebody was told the counters: what is drafted from now on is growth to them."""
         self._server = grpc.server(ThreadPoolExecutor(8), options=SERVER_OPTIONS)
         pb_grpc.add_RolloutServerServicer_to_server(self, self._server)
-        self.port = self._server.add_insecure_port(f"127.0.0.1:{port}")
+        # Not one of the system's: a server that is back finds its port free.
+        self.port = self._server.add_insecure_port(f"127.0.0.1:{port or free_port()}")
         self.address = f"127.0.0.1:{self.port}"
         self._server.start()
 

@@ -167,6 +167,7 @@ def test_server_that_is_cut_off_at_its_commit_ends_where_the_others_are(
     others = [d for d in rig.doubles if d is not cut]
     assert [d.state.draft_version for d in others] == [1, 1]
     assert cut.state.draft_version == (1 if when == "before" else 2)
+    cut.stop()
     back = RolloutDouble(cut.port, like=cut)
     rig.doubles[index] = back
     rig.reachable(index)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import threading
-import time
 from collections.abc import Callable
 
 import pytest
@@ -14,6 +13,7 @@ from draft_trainer.config import CanaryConfig, PublishConfig
 from draft_trainer.releases import reconcile
 from tests.draft_trainer.fleet_double import Faults, RolloutDouble
 from tests.draft_trainer.fleet_rig import LONG, Rig
+from tests.waiting import until
 
 
 @pytest.fixture(autouse=True)
@@ -30,14 +30,6 @@ def quorum(make_rig: Callable[..., Rig]) -> Rig:
 def ready(rig: Rig) -> set[int]:
     """The releases that ready servers serve."""
     return {d.state.draft_version for d in rig.doubles if not d.state.not_ready}
-
-
-def until(condition: Callable[[], bool]) -> None:
-    """Wait for what another thread does."""
-    deadline = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline
-        threading.Event().wait(0.005)
 
 
 def wait_for_stragglers(rig: Rig, seconds: float) -> None:
@@ -144,6 +136,7 @@ def test_a_straggler_that_dies_is_told_when_it_is_back(quorum: Rig, when: str) -
     dead = quorum.doubles[2]
     dead.faults.die = when
     assert quorum.publisher.promote(2, pin=False).changes
+    dead.stop()
     back = RolloutDouble(dead.port, like=dead if when == "after" else None)
     quorum.doubles[2] = back
     back.faults.stage = True

@@ -15,6 +15,7 @@ import grpc
 import numpy as np
 import torch
 
+from examples.arithmetic_grpo.processes import free_port
 from slipstream.checksum import checksum_of
 from slipstream.errors import RefusedError, abort_with
 from slipstream.layers import encode_layers
@@ -36,7 +37,8 @@ class Server(AbstractContextManager["Server"]):
     def __init__(self, add: Callable[[grpc.Server], None], port: int = 0) -> None:
         self._server = grpc.server(futures.ThreadPoolExecutor(16), options=SERVER_OPTIONS)
         add(self._server)
-        self.port = self._server.add_insecure_port(f"127.0.0.1:{port}")
+        # Not one of the system's: a server that is back finds its port free.
+        self.port = self._server.add_insecure_port(f"127.0.0.1:{port or free_port()}")
         assert self.port
         self._server.start()
 
@@ -121,7 +123,10 @@ class FakeTrainer(pb_grpc.DraftTrainerServicer):
     def AnnouncePolicy(self, requests, context):  # type: ignore[no-untyped-def]
         self._maybe_hang("AnnouncePolicy")
         if self.refuse_announcements:
-            abort_with(self.refuse_announcements.pop(), context)
+            with self.changed:
+                refused = self.refuse_announcements.pop()
+                self.changed.notify_all()
+            abort_with(refused, context)
         header = next(requests).header
         if not header.tensors:
             with self.changed:

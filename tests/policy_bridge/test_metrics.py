@@ -10,6 +10,7 @@ from policy_bridge.metrics import FACTS, BridgeCollector
 from policy_bridge.stats import Counters
 from slipstream.v1 import draft_trainer_pb2 as pb
 from tests.scraping import of, scrape, value
+from tests.waiting import until
 
 from .conftest import Connect, batch, make_model, ship, sync
 from .doubles import DEADLINE, FakeTrainer
@@ -27,6 +28,7 @@ def test_a_bridge_that_ships(trainer: FakeTrainer, connect: Connect) -> None:
     sync(bridge, 3)
     ship(bridge, model, batch((10, 10)))
     assert bridge.flush(DEADLINE)
+    until(lambda: bridge.stats().sent_bytes > 0)
     samples, stats = scrape(BridgeCollector(bridge)), bridge.stats()
     assert value(samples, B + "connected") == 1
     assert value(samples, B + "policy_version") == 3

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 
 import pytest
 
@@ -70,8 +71,9 @@ def test_a_trainer_that_answers_once_a_long_transfer_has_ended_is_not_late(
         return pb.CompleteSyncResponse()
 
     trainer.on_complete = complete
-    bridge = connect(rollout_servers=addresses(rollouts), sync_seconds=0.5)
+    bridge = connect(rollout_servers=addresses(rollouts))
     with bridge.sync(6) as window:
+        window.config = replace(window.config, sync_seconds=0.5)
         window.push_external({}, lambda: None)
     assert window.result is not None and window.result.draft_errors == ()
     assert window.result.draft_versions == dict.fromkeys(addresses(rollouts), 7)

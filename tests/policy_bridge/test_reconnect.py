@@ -13,6 +13,7 @@ from policy_bridge import PolicyBridge
 from policy_bridge.capture import NullCapture
 from slipstream.errors import RefusedError, StatusCode
 from slipstream.layers import encode_layers
+from tests.waiting import until
 
 from .conftest import Connect, batch, make_model, ship, sync
 from .doubles import DEADLINE, BlackHole, FakeTrainer
@@ -40,6 +41,7 @@ def test_a_lost_ack_and_a_restart_send_the_same_ids_again(
     with trainer.serve(port):
         assert bridge.flush(DEADLINE)
     assert trainer.received[:3] == trainer.received[3:]
+    until(lambda: bridge.stats().resent_samples == 3)
     stats = bridge.stats()
     assert (stats.duplicate, stats.accepted, stats.resent_samples) == (3, 0, 3)
     assert stats.connects == trainer.sessions == 2

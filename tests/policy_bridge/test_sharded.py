@@ -183,7 +183,7 @@ def test_two_ranks_shard_a_policy_and_one_reaches_the_trainer(tmp_path: Path) ->
     ]
     try:
         for rank in ranks:
-            output, _ = rank.communicate(timeout=240)
+            output, _ = rank.communicate(timeout=600)
             assert rank.returncode == 0, output
     finally:
         for rank in ranks:

@@ -16,6 +16,7 @@ from slipstream.errors import RefusedError, StatusCode
 from slipstream.sample import Sample, layout_of
 from slipstream.v1 import draft_trainer_pb2 as pb
 from slipstream.v1 import draft_trainer_pb2_grpc as pb_grpc
+from tests.waiting import until
 
 from .conftest import Connect, batch, make_model, ship, sync
 from .doubles import DEADLINE, FakeTrainer, Server
@@ -95,7 +96,7 @@ def test_a_version_is_announced_before_its_first_sample_and_hashes_save_bytes(
     assert torch.equal(trainer.tensors[3]["embed_tokens.weight"], model.model.embed_tokens.weight)
     stats = bridge.stats()
     assert (stats.accepted, stats.announced, stats.connects) == (6, 3, 1)
-    assert stats.sent_bytes == trainer.received_bytes
+    until(lambda: bridge.stats().sent_bytes == trainer.received_bytes)
 
 
 def test_credits_are_never_overdrawn(trainer: FakeTrainer, connect: Connect) -> None:

@@ -307,7 +307,7 @@ def test_logits_are_compared_in_the_first_window_that_has_any(
 
 def test_a_hung_trainer_costs_one_sync_its_deadline(trainer: FakeTrainer, connect: Connect) -> None:
     trainer.hang.add("PrepareSync")
-    bridge = connect(sync_seconds=1.0)
+    bridge = connect(sync_seconds=5.0)
     asked = [0]
     bridge._probe._trainer = Hanging(asked)  # type: ignore[assignment]
     for version in (1, 2, 3):

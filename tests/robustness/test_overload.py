@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -21,17 +20,11 @@ from slipstream.client import open_channel
 from slipstream.errors import refused_from
 from slipstream.v1 import draft_trainer_pb2 as pb
 from slipstream.v1 import draft_trainer_pb2_grpc as pb_grpc
+from tests.waiting import until
 
 from .conftest import DEADLINE, PATIENCE, Rollout, Trainer
 
 MORE_MEMORY = 96 << 20
-
-
-def until(condition: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + DEADLINE
-    while not condition():
-        assert time.monotonic() < deadline, f"not in {DEADLINE:.0f} s: {what}"
-        time.sleep(0.05)
 
 
 def test_calls_that_send_nothing_keep_no_thread_from_others(trainer: Trainer) -> None:
@@ -44,10 +37,10 @@ def test_calls_that_send_nothing_keep_no_thread_from_others(trainer: Trainer) ->
         late = Feeder(trainer.process.address, DEADLINE)
         late.serve()
         late.close()
-        until(lambda: crowd.ended.total() == 300, "all of them are ended by the server")
+        until(lambda: crowd.ended.total() == 300, DEADLINE, "all of them are ended by the server")
         assert set(crowd.ended) <= {"DEADLINE_EXCEEDED", "RESOURCE_EXHAUSTED", "OK"}, crowd.ended
     assert trainer.process.rss - memory < MORE_MEMORY
-    until(lambda: trainer.process.threads < 300, "the threads of the calls are idle")
+    until(lambda: trainer.process.threads < 300, DEADLINE, "the threads of the calls are idle")
 
 
 def test_idle_sessions_hold_no_rings_for_ever(trainer: Trainer) -> None:
@@ -59,7 +52,7 @@ def test_idle_sessions_hold_no_rings_for_ever(trainer: Trainer) -> None:
         trainer.feeder.serve()
     assert trainer.process.rss - memory < MORE_MEMORY
     rings = lambda: len(list(Path("/dev/shm").glob("slipstream-samples-*")))  # noqa: E731
-    until(lambda: trainer.process.files <= files + 2, "connections and rings are closed")
+    until(lambda: trainer.process.files <= files + 2, DEADLINE, "connections and rings are closed")
     assert rings() == 0 or trainer.process.files <= files + 2
 
 
@@ -68,11 +61,15 @@ def test_a_client_that_reads_no_acknowledgements_costs_a_bounded_amount(trainer:
     refused = trainer.feeder.status().samples_refused
     with Crowd(trainer.process.address) as crowd:
         crowd.deaf_stream(trainer.feeder.session_id, 100_000)
-        until(lambda: trainer.feeder.status().samples_refused > refused + 100, "it is answered")
+        until(
+            lambda: trainer.feeder.status().samples_refused > refused + 100,
+            DEADLINE,
+            "it is answered",
+        )
         for _ in range(5):
             trainer.feeder.serve()
         assert trainer.process.rss - memory < MORE_MEMORY
-        until(lambda: streams(trainer) == 1, "its place is free, and the feeder's is not")
+        until(lambda: streams(trainer) == 1, DEADLINE, "its place is free, and the feeder's is not")
     trainer.feeder.serve()
 
 
@@ -204,7 +201,7 @@ def test_a_client_that_is_gone_without_a_word_gives_its_place_back(tmp_path: Pat
         assert not can_stream(process), "its place is taken"
         # As if its machine were unplugged: it answers no ping any more.
         client.send_signal(signal.SIGSTOP)
-        until(lambda: can_stream(process), "its place is free")
+        until(lambda: can_stream(process), DEADLINE, "its place is free")
     finally:
         client.kill()
         client.wait()
@@ -231,7 +228,7 @@ def test_stages_of_a_byte_a_second_do_not_keep_others_out(rollout: Rollout) -> N
         crowd.silent_calls(SILENT_ROLLOUT, 300)
         for _ in range(5):
             rollout.stager.serve()
-        until(lambda: crowd.ended.total() >= 300, "silent calls are ended by the server")
+        until(lambda: crowd.ended.total() >= 300, DEADLINE, "silent calls are ended by the server")
         assert set(crowd.ended) <= {"DEADLINE_EXCEEDED", "RESOURCE_EXHAUSTED", "OK"}, crowd.ended
     rollout.stager.serve()
     assert rollout.process.rss - memory < MORE_MEMORY

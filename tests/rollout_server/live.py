@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
@@ -15,6 +14,7 @@ import httpx
 from examples.local_services import RolloutServer, refused
 from slipstream.errors import RefusedError
 from slipstream.v1 import rollout_server_pb2 as pb
+from tests.waiting import until
 
 IN_FLIGHT = 32
 Completion = tuple[int, ...]
@@ -104,14 +104,6 @@ def lasting(state: pb.ServerState) -> pb.ServerState:
     kept.ClearField("engine_seconds")
     kept.ClearField("speed_up")
     return kept
-
-
-def until(condition: Callable[[], bool], seconds: float = 180.0) -> None:
-    """Poll until ``condition``; AssertionError when it never holds."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "condition never held"
-        time.sleep(0.02)
 
 
 __all__ = ["Completion", "Live", "RefusedError", "lasting", "prompts", "refused", "until"]

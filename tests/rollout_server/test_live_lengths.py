@@ -60,7 +60,7 @@ def test_a_ruined_draft_is_not_asked_and_a_good_one_is(auto: Live, draft_dir: Pa
             return enabled == drafts and (max(lengths) > 0) == drafts
 
         # A cost that other load on the machine disturbed is measured again after a minute.
-        until(look, 240)
+        until(look, 600)
 
     auto.swap(101, ruined)
     serve_until(drafts=False)

@@ -6,7 +6,6 @@ import base64
 import http.client
 import socket
 import ssl
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +18,7 @@ from draft_trainer.server.web import Guarded, WebServer
 from slipstream.security import Access, Role, TokenFiles
 from slipstream.tls import TlsFiles, TlsPaths
 from tests.security.certificates import HOUR, Authority, Pair, write_token
+from tests.waiting import until
 
 TOKENS = {role: role.value * 8 for role in Role}
 DEADLINE = 60.0
@@ -108,7 +108,7 @@ def test_tls_and_its_rotation(tmp_path: Path) -> None:
         expired = other.sign("expired", ends=-HOUR / 2)
         pair.certificate.write_bytes(expired.certificate.read_bytes())
         assert get(server, token, trusting(other)) == (200, "facts")
-        assert access.refusals.by_reason["tls"] >= 1
+        until(lambda: access.refusals.by_reason["tls"] >= 1)
 
 
 def test_client_certificates(tmp_path: Path) -> None:
@@ -127,10 +127,7 @@ def test_client_certificates(tmp_path: Path) -> None:
             get(server, "", trusting(authority, strange))
         # The client may know of its failed handshake before the server has counted it.
         expected = {"unknown_certificate": 1, "tls": 2}
-        deadline = time.monotonic() + 60
-        while access.refusals.by_reason != expected and time.monotonic() < deadline:
-            time.sleep(0.01)
-        assert access.refusals.by_reason == expected
+        until(lambda: access.refusals.by_reason == expected)
 
 
 def test_a_slow_handshake_is_cut_off(tmp_path: Path) -> None:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
@@ -16,7 +15,8 @@ from slipstream import tensors as framing
 from slipstream.checksum import Bytes
 from slipstream.sample import FLOAT8
 from slipstream.shm import HEADER_BYTES, SharedFile
-from tests.draft_trainer.rig import DEADLINE, Client, feeding, make_config
+from tests.draft_trainer.rig import Client, feeding, make_config
+from tests.waiting import until
 
 from .rig import Sender, assert_same, deliver, kept, samples, sending, through_float8
 from .test_kills import line, process
@@ -96,14 +96,6 @@ def test_without_the_same_memory_states_go_by_grpc(
         }
         assert wanted[why] in stats.transport_reason
     assert list(memory.iterdir()) == []
-
-
-def until(condition: Callable[[], bool]) -> None:
-    """Wait for another thread."""
-    deadline = time.monotonic() + DEADLINE
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def is_open(sender: Sender, memory: Path) -> bool:
