@@ -150,8 +150,9 @@ def _gains(demo: dict[str, Any]) -> str:
             ]
             moved += (
                 f" Over {len(seeds)} seeds, the first of which is in the table, the adapted "
-                f"draft's average there is {min(moving):.2f} to {max(moving):.2f} times the frozen "
-                f"draft's, and {min(ends):.2f} to {max(ends):.2f} times at the end."
+                f"draft's average while the policy moves is {min(moving):.2f} to {max(moving):.2f} "
+                f"times the frozen draft's; at the end it is {min(ends):.2f} to {max(ends):.2f} "
+                "times."
             )
         rows += ["", *textwrap.wrap(moved, 108)]
     swap = figures["live_swap_seconds"]["median"] * 1e3
