@@ -184,8 +184,7 @@ class PolicyBridge(AbstractContextManager["PolicyBridge"]):
 
         Args:
             version: higher than every version whose sync ended well. Count up by one: a draft
-                trainer's ``replay.max_policy_lag`` and ``publish.max_draft_lag`` are differences of
-                these numbers.
+                trainer's ``replay.max_policy_lag`` is a difference of these numbers.
             lead: False in all but one of the processes that train one policy together: that
                 one stages the draft, brings the policy to the servers and announces it to the
                 trainer; samples of the others wait for that, ``announce_seconds`` at most.

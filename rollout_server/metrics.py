@@ -246,10 +246,9 @@ FACTS: tuple[Fact[Observed], ...] = (
     ),
     Fact(
         "speculation_wanted",
-        "0 while drafts are kept off by the trainer's `publish.max_draft_lag`, `SetSpeculation` or "
-        "`--speculation off`, or because the engine did not answer when they were to run again. "
-        "While it is 1 and `speculation_enabled` is 0, no draft length pays, or steps without "
-        "drafts are timed.",
+        "0 while drafts are kept off by `SetSpeculation` or `--speculation off`, or because the "
+        "engine did not answer when they were to run again. While it is 1 and "
+        "`speculation_enabled` is 0, no draft length pays, or steps without drafts are timed.",
         lambda o: o.control.speculation_wanted,
     ),
     Fact("draft_length", "Tokens that a draft proposes at most (k).", lambda o: o.draft_length),

@@ -186,11 +186,6 @@ class RolloutClient:
         seconds = self._config.commit_timeout_s
         return self._changed(self._stub.RollBack, pb.RollBackRequest(), seconds)
 
-    def set_speculation(self, enabled: bool) -> Failure | None:
-        """Turn drafting on or off between two steps."""
-        request = pb.SetSpeculationRequest(enabled=enabled)
-        return self._told(self._stub.SetSpeculation, request, self._config.commit_timeout_s)
-
     def watch(self, interval_ms: int, timeout: float) -> Iterator[pb.AcceptanceReport]:
         """Acceptance counters as they move, for ``timeout`` seconds; ends early where it fails."""
         request = pb.WatchAcceptanceRequest(min_interval_ms=interval_ms)

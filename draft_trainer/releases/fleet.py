@@ -20,10 +20,8 @@ import grpc
 
 from draft_trainer.config import PublishConfig
 from draft_trainer.drafters.acceptance import Method
-from draft_trainer.ingest.run import Run
-from draft_trainer.releases.client import DraftPayload, Failure, RolloutClient, drafts_wanted
+from draft_trainer.releases.client import DraftPayload, Failure, RolloutClient
 from draft_trainer.releases.members import Members
-from draft_trainer.releases.registry import Registry
 from slipstream.errors import RefusedError
 from slipstream.security import NONE, ClientCredentials
 from slipstream.v1 import rollout_server_pb2 as pb
@@ -234,94 +232,3 @@ class Fleet:
         for client in clients.values():
             client.close()
         self._pool.shutdown(wait=True, cancel_futures=True)
-
-
-class DraftLag:
-    """Turns speculation off where a server's draft is more than ``max_lag`` policy versions behind.
-
-    Off before the policy goes live, on again after a draft that is fresh enough: the gap costs
-    speed, and no rollout uses a draft staler than configured. 0: no limit.
-    """
-
-    def __init__(self, max_lag: int, registry: Registry, run: Callable[[], Run | None]) -> None:
-        """``run`` is the one that is fed; None before the first."""
-        self.max_lag = max_lag
-        self._registry = registry
-        self._run = run
-        self._policy_version: int | None = None
-        self._lock = threading.Lock()
-        self._told: dict[str, bool] = {}
-        self._failed: dict[str, str] = {}
-
-    def fresh(self, state: pb.ServerState, policy_version: int | None = None) -> bool | None:
-        """Whether a server's draft may propose for ``policy_version`` (the one it has now).
-
-        A draft that was trained against no policy version of this run (release 0, or another
-        run's) counts as trained against the run's first one. None before that is announced: what
-        the server has may be a version of the run before. A policy without a version has no lag.
-        """
-        if policy_version is None:
-            policy_version = (
-                state.policy_version if state.HasField("policy_version") else self._policy_version
-            )
-        if not self.max_lag or policy_version is None:
-            return True
-        against = self._against(state)
-        return None if against is None else policy_version - against <= self.max_lag
-
-    def _against(self, state: pb.ServerState) -> int | None:
-        run = self._run()
-        run_id, first = ("", None) if run is None else (run.run_id, run.first_policy_version)
-        try:
-            against = self._registry.trained_against(state.draft_version, run_id)
-        except RefusedError:
-            # No release of this registry, or a damaged one.
-            known = state.HasField("trained_against_policy_version")
-            against = state.trained_against_policy_version if known else None
-        return first if against is None else against
-
-    def before_policy(self, fleet: Fleet, policy_version: int) -> None:
-        """Turn speculation off on servers whose draft will be too old for this policy."""
-        # Servers whose policy the framework syncs itself report no version of it.
-        self._policy_version = policy_version
-
-        def ask(client: RolloutClient) -> None:
-            state = client.state()
-            if not isinstance(state, Failure) and self.fresh(state, policy_version) is False:
-                self._set(client, state, enabled=False)
-
-        if self.max_lag:
-            fleet.each(ask)
-
-    def apply(self, fleet: Fleet, states: Mapping[str, pb.ServerState | Failure | None]) -> None:
-        """Bring the servers' speculation in line with what they serve."""
-        known = {a: s for a, s in states.items() if isinstance(s, pb.ServerState)}
-        with self._lock:
-            self._told = {a: told for a, told in self._told.items() if a in known}
-        if self.max_lag:
-            fresh = {a: fresh for a, s in known.items() if (fresh := self.fresh(s)) is not None}
-            fleet.each(lambda c: self._set(c, known[c.address], fresh[c.address]), fresh)
-
-    def _set(self, client: RolloutClient, state: pb.ServerState, enabled: bool) -> None:
-        # A server that may draft and does not has found that it does not pay.
-        drafts = drafts_wanted(state)
-        if self._told.get(client.address) == enabled and enabled >= drafts:
-            return
-        failure = client.set_speculation(enabled)
-        if failure is not None:
-            # Asked again in every round; said once.
-            if self._failed.get(client.address) != failure.text:
-                self._failed[client.address] = failure.text
-                switch = "on" if enabled else "off"
-                logger.warning("speculation was not turned %s: %s", switch, failure.text)
-            return
-        self._failed.pop(client.address, None)
-        # Commits and the reconciler apply it at the same time.
-        with self._lock:
-            self._told[client.address] = enabled
-        if drafts != enabled:
-            switched = f"{'on' if enabled else 'off'} for draft {state.draft_version}"
-            against = self._against(state)
-            logger.warning(
-                "%s: speculation %s, trained against policy %s", client.address, switched, against
-            )

@@ -37,7 +37,7 @@ from draft_trainer.releases.commits import (
     expect_on,
     put_all_on,
 )
-from draft_trainer.releases.fleet import DraftLag, Fleet
+from draft_trainer.releases.fleet import Fleet
 from draft_trainer.releases.promotions import Promotions, Trial
 from draft_trainer.releases.registry import Registry
 from draft_trainer.releases.spread import spread_to
@@ -61,7 +61,6 @@ class Publisher:
         self.promotions = promotions
         self.counters = counters
         self.payloads = Payloads(registry)
-        self.lag = DraftLag(fleet.config.max_draft_lag, registry, promotions.run)
         self._registry = registry
         self._canary = canary
         self._staging = threading.Lock()
@@ -314,8 +313,6 @@ class Publisher:
         settled: Callable[[], None] | None = None,
     ) -> PublishResult:
         """Commit on every server; a draft that fails on one of its holders is undone on all."""
-        if policy_version:
-            self.lag.before_policy(self.fleet, policy_version)
         now, canary = self.promotions.now, self._canary
         draft = staged.draft if staged is not None else None
         if settled is not None or draft is None or draft.version in (now.live, now.incumbent):
@@ -366,7 +363,6 @@ class Publisher:
                 result.changes = True
                 result.draft_version = now.live if others else draft.version
                 expect_on(self.fleet, draft, failed if others else [*failed, *without])
-        self.lag.apply(self.fleet, {a: o.state for a, o in outcomes.items()})
         return result
 
     def _went_live(

@@ -181,7 +181,6 @@ class Reconciler:
             if not isinstance(answer, Failure):
                 states[address] = answer
         self._count(states)
-        publisher.lag.apply(fleet, states)
 
     def _expect(self, states: Mapping[str, pb.ServerState | Failure]) -> None:
         """With a quorum, servers on another release than wanted are not ready until they have it:

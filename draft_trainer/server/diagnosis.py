@@ -226,7 +226,7 @@ def _servers(status: TrainerStatus, config: TrainerConfig) -> Found:
             next_step = "wait two minutes for the trainer to repair it; if it does not, restart it"
             return PROBLEM, f"{name} is not ready: {server.state.not_ready}", next_step
         if server.reachable and not drafts_wanted(server.state):
-            next_step = "wait for a fresher release, or turn it on with SetSpeculation"
+            next_step = "turn it on with SetSpeculation"
             return PROBLEM, f"{name} generates without drafts", next_step
         wrong = drafts_otherwise(server.state, config) if server.reachable else None
         if wrong is not None:

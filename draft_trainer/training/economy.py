@@ -246,19 +246,13 @@ class Economy:
             self._lost += self._length - length
         self._length, self._proposed = length, proposed or self._proposed
 
-    def decide(self, policy_version: int, behind: str = "") -> Decision:
-        """For the versions from now on.
-
-        Args:
-            policy_version: the newest.
-            behind: why training is tried, whatever it saves: the promoted release is too old to be
-                served, or about to be; else empty.
-        """
+    def decide(self, policy_version: int) -> Decision:
+        """For the versions from now on; ``policy_version`` is the newest."""
         last = self.last
         if last is None or policy_version != last.policy_version:
             self._end_version(first=last is None)
             training = last is not None and last.train
-            self.last = last = self._decide(policy_version, training, behind)
+            self.last = last = self._decide(policy_version, training)
         return last
 
     def _end_version(self, first: bool) -> None:
@@ -301,12 +295,10 @@ class Economy:
             self._cost = _smoothed(self._cost, took)
             self._progress = _smoothed(self._progress, gained)
 
-    def _decide(self, version: int, training: bool, behind: str) -> Decision:
+    def _decide(self, version: int, training: bool) -> Decision:
         mode = self.config.mode
         if mode != "when-it-pays":
             return Decision(version, mode == "always", f"economy.mode is {mode}")
-        if behind:
-            return Decision(version, True, f"{behind}: training is tried, whatever it saves")
         generation, seconds, length = self._generation, self._seconds, self._length
         if self._unmeasured >= self._between + LOOK_VERSIONS:
             # Due and not had for so long: nobody knows what the draft has lost.

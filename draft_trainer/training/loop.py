@@ -12,7 +12,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TypeVar
@@ -307,20 +306,7 @@ class TrainingLoop:
                 length = gate.measure(run)
             if length is not None:
                 economy.measured(length, gate.drafting()[0])
-        # A release takes a version or two to be made and to go live.
-        lag, behind = self.candidates.config.publish.max_draft_lag, ""
-        if lag:
-            promoted, registry = self.candidates.promotions.now.promoted, self.candidates.registry
-            # A manifest that cannot be read is read again for the next policy version.
-            with suppress(RefusedError):
-                against = registry.trained_against(promoted, run.run_id)
-                age = version - (run.first_policy_version or 0 if against is None else against)
-                if age + 1 >= lag:
-                    behind = (
-                        f"draft {promoted} is {age} policy versions old, "
-                        f"of publish.max_draft_lag {lag}"
-                    )
-        decision = economy.decide(version, behind)
+        decision = economy.decide(version)
         if last is None or last.train != decision.train:
             logger.info("policy version %d: %s", version, decision.reason)
         return decision.train

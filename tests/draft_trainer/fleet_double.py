@@ -41,7 +41,6 @@ class Faults:
         lose_answer: commit, then fail the call as if the connection had gone.
         drop: the same without the commit: "keep" the stages, or "forget" them as a restart does.
         roll_back: refuse to roll back.
-        speculation: refuse to turn drafting on or off.
         die: cut every connection at the next commit, before or after it is done.
         evil: refuse to stage with this text.
         waits: what "Stage" or "Commit" wait for before they do anything.
@@ -52,7 +51,6 @@ class Faults:
     lose_answer: bool = False
     drop: str = ""
     roll_back: bool = False
-    speculation: bool = False
     die: str = ""
     evil: str = ""
     waits: dict[str, threading.Event] = field(default_factory=dict)
@@ -222,17 +220,6 @@ class RolloutDouble(pb_grpc.RolloutServerServicer):
         self, request: pb.GetStateRequest, context: grpc.ServicerContext
     ) -> pb.ServerState:
         return self._state()
-
-    def SetSpeculation(
-        self, request: pb.SetSpeculationRequest, context: grpc.ServicerContext
-    ) -> pb.CommitResponse:
-        self._note("SetSpeculation", [str(request.enabled)])
-        if self.faults.speculation:
-            refused = RefusedError("speculation", "off", "on", "leave it on")
-            abort_with(refused, context)
-        with self._lock:
-            self.state.speculation_enabled = request.enabled
-        return pb.CommitResponse(state=self._state())
 
     def WatchAcceptance(
         self, request: pb.WatchAcceptanceRequest, context: grpc.ServicerContext

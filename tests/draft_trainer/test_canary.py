@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from types import SimpleNamespace
 
 import pytest
 
@@ -295,19 +294,14 @@ def test_a_sync_commits_nothing_that_was_staged_before_the_incumbent_is_measured
 def test_an_incumbent_that_cannot_be_measured_holds_nothing_up_for_ever(
     make_rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch, by_hand: bool
 ) -> None:
-    """It is too far behind the policy to draft; release 1 was trained against version 11."""
-    rig = make_rig(1, CanaryConfig(), max_draft_lag=2)
-    rig.run = SimpleNamespace(run_id="run", began=0.0, first_policy_version=0)
-    (double,) = rig.doubles
+    """Nothing is drafted while it is served: no draft length pays, or drafting was turned off."""
+    rig = make_rig(1, CanaryConfig())
     rig.watching(0)
-    rig.publisher.complete(12, rig.stage_policy(12))
     rig.publisher.promote(1, pin=False)
-    assert double.state.speculation_enabled
     rig.draft(1, GOOD, 1000)
     assert rig.publisher.settle()
     rig.heal()
-    assert rig.served == [0] and not double.state.speculation_enabled
-    assert rig.promotions.now.measuring
+    assert rig.served == [0] and rig.promotions.now.measuring
     assert not rig.publisher.prepare().changes, "it waits"
     if by_hand:
         rig.publisher.promote(1, pin=False)
@@ -316,7 +310,7 @@ def test_an_incumbent_that_cannot_be_measured_holds_nothing_up_for_ever(
         monkeypatch.setattr(canary.time, "time", lambda: later)
         assert not rig.promotions.now.measuring
         assert rig.publisher.prepare().changes and rig.publisher.complete(0, "").changes
-    assert rig.served == [1] and double.state.speculation_enabled
+    assert rig.served == [1]
     rig.draft(1, GOOD, 1000)
     assert rig.publisher.settle()
     now = rig.promotions.now
@@ -364,67 +358,6 @@ def test_figures_of_the_incumbent_survive_the_trainer(make_rig: Callable[..., Ri
     rig.draft(2, RUINED, 1000)
     settle(rig)
     assert rig.served == [0] and rig.events()[-1] == ("canary_rolled_back", 2)
-
-
-def test_no_draft_is_served_further_behind_than_configured(make_rig: Callable[..., Rig]) -> None:
-    """Releases 1 to 3 were trained against policy versions 11 to 13."""
-    rig = make_rig(2, max_draft_lag=2)
-    speculating = lambda: [d.state.speculation_enabled for d in rig.doubles]  # noqa: E731
-    rig.publisher.promote(1, pin=False)
-    for policy, expected in ((12, True), (13, True), (14, False), (15, False)):
-        rig.publisher.prepare()
-        rig.publisher.complete(policy, rig.stage_policy(policy))
-        assert speculating() == [expected] * 2, policy
-    calls = rig.doubles[0].calls
-    off = calls.index(("SetSpeculation", ("False",)))
-    assert off < calls.index(("Commit", ("policy-14",))), "off before the policy is live"
-    rig.doubles[1].state.speculation_enabled = True
-    rig.heal()
-    assert speculating() == [False, False], "it is switched off again where it came back"
-    rig.promotions.offer(3)
-    rig.publisher.prepare()
-    rig.publisher.complete(15, rig.stage_policy(15))
-    assert rig.served == [3, 3] and speculating() == [True, True]
-    # Where the framework syncs the policy itself only its version is known.
-    for double in rig.doubles:
-        double.state.ClearField("policy_version")
-    rig.publisher.complete(16, "")
-    assert speculating() == [False, False]
-
-
-def test_a_server_that_may_draft_and_does_not_is_told_once(
-    make_rig: Callable[..., Rig],
-) -> None:
-    """A server turns drafting off by itself where it does not pay."""
-    rig = make_rig(1, max_draft_lag=2)
-    (double,) = rig.doubles
-    told = lambda: [ids for name, ids in double.calls if name == "SetSpeculation"]  # noqa: E731
-    rig.publisher.promote(1, pin=False)
-    double.state.speculation_enabled = False
-    for _ in range(2):
-        rig.heal()
-    assert told() == [("True",)]
-    # With a draft that is too old it must not start again by itself.
-    double.state.policy_version = 14
-    double.state.speculation_enabled = False
-    for _ in range(2):
-        rig.heal()
-    assert told() == [("True",), ("False",)]
-
-
-def test_a_server_that_cannot_stop_drafting_is_named_once(
-    make_rig: Callable[..., Rig], caplog: pytest.LogCaptureFixture
-) -> None:
-    rig = make_rig(2, max_draft_lag=2)
-    rig.publisher.promote(1, pin=False)
-    rig.doubles[0].faults.speculation = True
-    for double in rig.doubles:
-        double.state.policy_version = 14
-    for _ in range(3):
-        rig.heal()
-    refused = [r.getMessage() for r in caplog.records if "was not turned off" in r.getMessage()]
-    assert len(refused) == 1 and rig.doubles[0].address in refused[0]
-    assert [double.state.speculation_enabled for double in rig.doubles] == [True, False]
 
 
 def test_a_large_fleet_reports_no_more_a_second_than_a_small_one(

@@ -292,7 +292,7 @@ def test_a_load_under_which_no_draft_paid_does_not_count_after_it_fell() -> None
 
 
 def test_a_server_that_is_switched_off_and_never_said_whether_drafts_pay_may_draft() -> None:
-    """As ``publish.max_draft_lag`` switches off a server with a fixed draft length."""
+    """As `SetSpeculation` switches off a server with a fixed draft length."""
     loop = Loop()
     loop.judge(3.0, 2.5, released=True)
     loop.step(10.0, training=5.0)
@@ -306,16 +306,6 @@ def test_a_server_that_is_switched_off_and_never_said_whether_drafts_pay_may_dra
     loop.economy.measured(2.0)
     assert loop.step(10.0)
     assert "1.000 of acceptance length 2.000" in loop.last.reason
-
-
-def test_a_release_that_is_almost_too_old_is_replaced_whatever_that_saves() -> None:
-    for mode, trains in (("when-it-pays", True), ("never", False)):
-        loop = Loop(mode)
-        loop.economy.measured(3.0)
-        assert not loop.step(10.0)
-        assert loop.economy.decide(2, "7 of publish.max_draft_lag 8").train is trains
-        assert ("publish.max_draft_lag" in loop.last.reason) is trains
-        assert not loop.economy.decide(3).train
 
 
 def test_a_loss_that_training_cannot_regain_ends_training_and_a_new_one_begins_it() -> None:

@@ -5,17 +5,13 @@ from __future__ import annotations
 import errno
 import threading
 from collections.abc import Callable
-from types import SimpleNamespace
-from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
 
 from draft_trainer.releases import reconcile as healing
 from draft_trainer.releases.commits import PublishResult
-from draft_trainer.releases.fleet import DraftLag
 from slipstream.errors import RefusedError
-from slipstream.v1 import rollout_server_pb2 as pb
 from tests.draft_trainer.fleet_double import RolloutDouble
 from tests.draft_trainer.fleet_rig import LONG, Rig
 
@@ -328,62 +324,6 @@ def test_a_server_without_a_thread_that_watches_it_gets_one_later(
     for double in rig.doubles:
         double.draft(1, [0, 0, 0])
         assert double.watched.wait(LONG)
-
-
-def draft_lag(max_lag: int, against: int) -> DraftLag:
-    """Of a registry whose releases were all trained on the same policy version."""
-    registry: Any = SimpleNamespace(trained_against=lambda version, run_id: against)
-    return DraftLag(max_lag, registry, lambda: None)
-
-
-def test_speculation_is_set_and_looked_at_by_two_threads() -> None:
-    """A commit switches a server while the reconciler forgets those that left."""
-    lag, fleet = draft_lag(1, 0), SimpleNamespace(each=lambda ask, addresses: {})
-
-    def told(address: str) -> None:
-        client: Any = SimpleNamespace(address=address, set_speculation=lambda enabled: None)
-        lag._set(client, pb.ServerState(), enabled=True)
-
-    class Looked(str):
-        """An address at which the look is held up until the commit is done or waits."""
-
-        __slots__ = ()
-
-        def __hash__(self) -> int:
-            if not committing.ident and lag._told:
-                committing.start()
-                committing.join(1.0)
-            return super().__hash__()
-
-    committing = threading.Thread(target=told, args=("b",))
-    told(Looked("a"))
-    lag.apply(fleet, {"a": pb.ServerState(), "b": pb.ServerState()})  # type: ignore[arg-type]
-    committing.join(LONG)
-    assert lag._told == {"a": True, "b": True}
-
-
-def test_a_draft_that_does_not_pay_is_turned_off_and_on_as_any_other(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    """The server's own choice to draft nothing is not what the trainer switches and logs."""
-    told: list[bool] = []
-    client: Any = SimpleNamespace(address="a", set_speculation=told.append)
-    lag, state = draft_lag(2, 12), pb.ServerState(policy_version=12, speculation_wanted=True)
-
-    def look() -> list[str]:
-        caplog.clear()
-        lag._set(client, state, lag.fresh(state))
-        return [record.getMessage() for record in caplog.records]
-
-    assert look() == [] and told == [True]
-    state.policy_version = 20
-    assert look() == ["a: speculation off for draft 0, trained against policy 12"]
-    state.speculation_wanted = False
-    assert look() == [] and told == [True, False]
-    # It was started again.
-    state.speculation_wanted = True
-    assert look() == ["a: speculation off for draft 0, trained against policy 12"]
-    assert told == [True, False, False]
 
 
 def test_a_server_that_fails_for_a_day_is_still_tried(

@@ -272,26 +272,3 @@ def test_figures_are_taken_over_once(
     rig.draft(0, WORSE, 400)
     assert not rig.publisher.measure()
     assert sum(batch.drafts for batch in rig.promotions.now.figures) == 400
-
-
-@pytest.mark.parametrize("first", [0, 500])
-def test_no_draft_of_another_run_is_served_further_behind_than_configured(
-    make_rig: Callable[..., Rig], first: int
-) -> None:
-    """Release 1 was trained against version 11 of the run before this one, which may go on with
-    that one's checkpoint and count from 500."""
-    rig = make_rig(1, max_draft_lag=2)
-    (double,), run = rig.doubles, SimpleNamespace(run_id="another", began=0.0)
-    rig.run, run.first_policy_version = run, None
-    rig.publisher.promote(1, pin=False)
-    double.state.policy_version = 520
-    for enabled in (True, False):
-        double.state.speculation_enabled = enabled
-        rig.heal()
-        assert double.state.speculation_enabled == enabled, "520 is a version of the run before"
-    double.state.speculation_enabled = True
-    for ahead, expected in enumerate((True, True, True, False)):
-        rig.publisher.complete(first + ahead, rig.stage_policy(first + ahead))
-        run.first_policy_version = first
-        rig.heal()
-        assert double.state.speculation_enabled == expected, ahead

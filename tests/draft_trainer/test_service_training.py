@@ -312,7 +312,7 @@ def test_what_was_trained_before_a_pause_is_judged(
         economy, learner = server.loop.candidates.economy, server.loop.learner
         step = learner.step
 
-        def decide(version: int, behind: str) -> Decision:
+        def decide(version: int) -> Decision:
             economy.last = Decision(version, version < 2, "the test's")
             return economy.last
 
@@ -332,42 +332,25 @@ def test_what_was_trained_before_a_pause_is_judged(
         assert server._store.credit_bytes() == server._store.capacity_bytes
 
 
-def test_the_release_that_is_served_is_what_may_be_too_old_and_not_the_newest(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_draft_of_another_run_counts_as_trained_on_the_first_version_of_this_one(
+    tmp_path: Path,
 ) -> None:
-    """A trial rolled the newest one back, or it was written and not promoted. Versions of another
-    run say nothing, and neither does a manifest that cannot be read."""
-    limit = {"rollout_servers": [], "max_draft_lag": 3}
-    config = make_config(tmp_path, economy={"mode": "when-it-pays"}, publish=limit)
-    with running(config) as (server, client):
-        candidates, failed = server.loop.candidates, list[int]()
-        economy, registry, told = candidates.economy, candidates.registry, dict[int, str]()
-        for run_id, against in (("another", 900), ("run", 504)):
+    with running(make_config(tmp_path, publish={"rollout_servers": []}), train=False) as (
+        server,
+        client,
+    ):
+        promotions, registry = server.loop.candidates.promotions, server.loop.candidates.registry
+        for run_id, against in (("another", 900), ("run", 503)):
             create(registry, run_id=run_id, trained_against_policy_version=against)
-        candidates.promotions.promote(1, pin=False)
-        trained_against = registry.trained_against
-
-        def fails_once(version: int, run_id: str) -> int | None:
-            if threading.current_thread().name == "training" and not failed:
-                failed.append(version)
-                raise RefusedError("release", "an error of the disk", "a manifest", "wait")
-            return trained_against(version, run_id)
-
-        def decide(version: int, behind: str) -> Decision:
-            told[version] = behind
-            economy.last = Decision(version, False, behind)
-            return economy.last
-
-        monkeypatch.setattr(registry, "trained_against", fails_once)
-        monkeypatch.setattr(economy, "decide", decide)
         client.open()
-        for version in (500, 502, 504):
+        for version in (500, 504):
             client.announce(version)
-            client.send(*rollouts(1, version, version))
-            status = client.wait_for(lambda _, v=version: v in told)  # type: ignore[misc]
-        text = "draft 1 is {} policy versions old, of publish.max_draft_lag 3"
-        assert told == {500: "", 502: text.format(2), 504: text.format(4)} and failed == [1]
-        assert not status.HasField("promoted_trained_against") and status.served_staleness == 4
+        for release, staleness in ((1, 4), (2, 1)):
+            promotions.promote(release, pin=False)
+            promotions.serves(release)
+            status = client.status()
+            assert (status.served_release, status.served_staleness) == (release, staleness)
+            assert status.HasField("promoted_trained_against") is (release == 2)
 
 
 def test_another_run_is_decided_for_anew_though_its_version_has_the_same_number(
@@ -380,18 +363,6 @@ def test_another_run_is_decided_for_anew_though_its_version_has_the_same_number(
             client.send(*rollouts(1, version, version))
             text = f"{waited} of 3 policy versions waited"
             client.wait_for(lambda s, text=text: text in s.training_decision)
-
-
-def test_a_release_that_is_almost_older_than_may_be_served_is_replaced(tmp_path: Path) -> None:
-    publish = {"max_draft_lag": 3}
-    config = make_config(tmp_path, economy={"mode": "when-it-pays"}, publish=publish)
-    with running(config) as (_, client):
-        client.open()
-        for version, reason in ((0, "not known yet"), (2, "publish.max_draft_lag")):
-            client.announce(version)
-            client.send(*rollouts(1, version, version))
-            status = client.wait_for(lambda s, reason=reason: reason in s.training_decision)
-            assert status.training_paused is (version == 0)
 
 
 def test_another_run_does_not_judge_what_the_one_before_it_trained(tmp_path: Path) -> None:
