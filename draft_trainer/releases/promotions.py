@@ -19,7 +19,6 @@ from itertools import zip_longest
 
 from pydantic import TypeAdapter, ValidationError
 
-from draft_trainer.ingest.run import Run
 from draft_trainer.state import State
 from slipstream.errors import RefusedError, StatusCode
 
@@ -181,19 +180,14 @@ class Promotions:
         state: State,
         check: Callable[[int], object],
         initial: int = 0,
-        run: Callable[[], Run | None] = lambda: None,
+        run_id: Callable[[], str] = lambda: "",
     ) -> None:
-        """``run`` is the one that is fed; None before the first."""
+        """``run_id`` is of the run that is fed; empty before the first."""
         self.state = state
-        self.run = run
+        self.run_id = run_id
         self._check = check
         if read_promotion(state) is None:
             self._write(Promotion(initial, initial, (initial,)))
-
-    def run_id(self) -> str:
-        """Of the run that is fed; empty before the first."""
-        run = self.run()
-        return "" if run is None else run.run_id
 
     @property
     def now(self) -> Promotion:

@@ -25,7 +25,6 @@ from torch import Tensor
 from draft_trainer.config import DraftConfig
 from draft_trainer.drafters import DRAFTERS, Checkpoint, Draft, Drafter
 from draft_trainer.files import folder_written_whole
-from draft_trainer.ingest.run import Run
 from draft_trainer.releases.promotions import Promotions, Trial, read_promotion
 from draft_trainer.releases.release import (
     FILES,
@@ -435,13 +434,13 @@ def newest_own(registry: Registry) -> release_pb2.ReleaseManifest:
     raise AssertionError("open_registry has made release 0")
 
 
-def open_promotions(registry: Registry, run: Callable[[], Run | None] = lambda: None) -> Promotions:
+def open_promotions(registry: Registry, run_id: Callable[[], str] = lambda: "") -> Promotions:
     """The pointer of a registry that is held.
 
     Raises:
         RefusedError: what it points at is damaged or not there.
     """
-    promotions = Promotions(registry.hold(), registry.get, run=run)
+    promotions = Promotions(registry.hold(), registry.get, run_id=run_id)
     try:
         for version in {promotions.now.promoted, promotions.now.live}:
             registry.get(version)

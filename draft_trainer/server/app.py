@@ -21,7 +21,7 @@ from draft_trainer.drafters import Draft, DraftShape
 from draft_trainer.ingest.checks import Expected
 from draft_trainer.ingest.folder import SampleFolder
 from draft_trainer.ingest.ingest import Ingest
-from draft_trainer.ingest.run import Run, Runs
+from draft_trainer.ingest.run import Runs
 from draft_trainer.ingest.store import SampleStore
 from draft_trainer.ingest.teacher import TeacherCheck
 from draft_trainer.recordings.recorder import Recorder
@@ -98,7 +98,7 @@ class TrainerServer:
         newest = newest_own(registry)
         self._counters.newest_release = newest.draft_version
         state = registry.hold()
-        self._promotions = open_promotions(registry, self._run)
+        self._promotions = open_promotions(registry, self._run_id)
         retention = Retention(registry, config.draft, lambda: self._counters.newest_release)
         # Before anything else is written: the disk may be full, and the bounds lowered for that.
         retention.apply()
@@ -258,8 +258,9 @@ class TrainerServer:
         self._registry.close()
         return clean
 
-    def _run(self) -> Run | None:
-        return self.runs.current
+    def _run_id(self) -> str:
+        run = self.runs.current
+        return "" if run is None else run.run_id
 
     def _policy_version(self) -> int | None:
         run = self.runs.current

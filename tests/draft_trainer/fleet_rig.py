@@ -75,7 +75,8 @@ class Rig:
     def restart(self) -> None:
         """A trainer that starts: what is on disk is read again."""
         self.registry.close()
-        self.promotions = open_promotions(self.registry, lambda: self.run)
+        run_id = lambda: "" if self.run is None else self.run.run_id  # noqa: E731
+        self.promotions = open_promotions(self.registry, run_id)
         self.canary = Canary(self.canary_config, lambda: 3, self.watch, lambda: self.run)
         canary = self.canary if self.canary_config.share else None
         self.publisher = Publisher(
