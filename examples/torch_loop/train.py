@@ -21,6 +21,7 @@ from typing import cast
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -58,9 +59,11 @@ def load(path: Path) -> PreTrainedModel:
     """The policy in float32, sharded over the ranks if there is a process group."""
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     if dist.is_initialized():
+        # Without a mesh, fully_shard moves the policy to a GPU if there is one; batches stay here.
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
         for layer in model.model.layers:
-            fully_shard(layer)
-        fully_shard(model)
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
     return model
 
 

@@ -22,6 +22,8 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
 from examples.torch_loop.train import PROMPTS, SAMPLES, load, train
@@ -112,6 +114,20 @@ def test_two_ranks_train_to_the_bit_as_without_a_bridge_and_ship_all_they_saw(se
     # One rank leads: the draft is staged and committed once a step, with the policy.
     calls = Counter(name for name, _ in seen.loop.events)
     assert (calls["PrepareSync"], calls["CompleteSync"]) == (STEPS, STEPS)
+
+
+def test_a_gpu_of_the_machine_is_left_alone(
+    policy_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = f"file://{tmp_path / 'store'}"
+    dist.init_process_group("gloo", init_method=store, rank=0, world_size=1)
+    try:
+        monkeypatch.setattr(torch._C, "_get_accelerator", lambda: torch.device("cuda"))
+        parameters = [*load(policy_dir).parameters()]
+        assert all(isinstance(each, DTensor) for each in parameters)
+        assert {each.device.type for each in parameters} == {"cpu"}
+    finally:
+        dist.destroy_process_group()
 
 
 def test_one_rank(policy_dir: Path) -> None:
