@@ -17,6 +17,7 @@ import pytest
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 VERL_WORKER = "verl/workers/engine_workers.py"
 VERL_ENGINE = "verl/workers/engine/fsdp/transformer_impl.py"
+VERL_ROLLOUTS = "verl/trainer/ppo/v1/agent_loop_tq.py"
 SKYRL_WORKER = "skyrl/backends/skyrl_train/workers/worker.py"
 SKYRL_FSDP = "skyrl/backends/skyrl_train/workers/fsdp/fsdp_worker.py"
 OPENRLHF_ACTOR = "openrlhf/trainer/ray/ppo_actor.py"
@@ -83,6 +84,7 @@ HOOKS: Sequence[Hook] = (
 TEXTS: Sequence[tuple[str, str]] = (
     (VERL_WORKER, "self.actor.infer_batch(data)"),
     (VERL_WORKER, "self.actor.train_mini_batch(data=data)"),
+    (VERL_ROLLOUTS, 'field["extra_fields"].get("min_global_steps")'),
     (SKYRL_FSDP, "self.weight_extractor ="),
     (PRIME_LOOP, "weight_broadcast = setup_weight_broadcast("),
     (PRIME_LOOP, "dataloader = DataLoader("),

@@ -17,6 +17,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import httpx
 import pytest
 import torch
 import torch.distributed as dist
@@ -43,6 +44,7 @@ PAGES = {
 }
 """Of sections that are not in recipes.md."""
 TEMPERATURE = 0.7
+VLLM_IDLE_SECONDS = 5  # VLLM_HTTP_TIMEOUT_KEEP_ALIVE: then vLLM closes an idle connection
 
 
 def section(title: str) -> str:
@@ -235,12 +237,18 @@ def test_verl(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
             "input_ids": nested,
             "position_ids": torch.nested.nested_tensor_from_jagged(positions, nested.offsets()),
             "response_mask": torch.nested.as_nested_tensor(answers, layout=torch.jagged),
+            "extra_fields": [{"min_global_steps": version} for version in (4, 2, 3)],
         }
         for marks in ({"no_lora_adapter": True}, {}):  # the reference's pass, with LoRA
             data = recipes_verl.TensorDict(micro_batches=[micro_batch], **marks)
             assert len(worker.compute_log_prob(data)) == sum(lengths)
         assert "forward_step" not in vars(worker.actor.engine)
         rig.check(bridge, rows, before)
+        sampled_by = {
+            tuple(s.token_ids.tolist()): s.header.rollout_policy_version
+            for s in rig.trainer.samples.values()
+        }
+        assert [sampled_by[tuple(row.ids.tolist())] for row in rows] == [4, 2, 3]
         # Updates without a step or with the same one, and the mode in which replicas wait.
         asyncio.run(worker.update_weights())
         asyncio.run(worker.update_weights(global_steps=4, mode="naive"))
@@ -254,28 +262,64 @@ def test_verl(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     ask_through_verl(trainer, monkeypatch)
 
 
+def limits_of_clients(monkeypatch: pytest.MonkeyPatch) -> list[httpx.Limits]:
+    """Of every client that a recipe makes from here on."""
+    made: list[httpx.Limits] = []
+
+    class Client(httpx.AsyncClient):
+        def __init__(self, limits: httpx.Limits | None = None, **named: Any) -> None:
+            assert limits is not None, "at most 100 requests at a time"
+            made.append(limits)
+            super().__init__(limits=limits, **named)
+
+    monkeypatch.setattr(httpx, "AsyncClient", Client)
+    return made
+
+
+def check_limits(made: Sequence[httpx.Limits]) -> None:
+    """One client, which keeps no request back and no connection as long as vLLM."""
+    (limits,) = made
+    assert limits.max_connections is limits.max_keepalive_connections is None
+    assert limits.keepalive_expiry is not None
+    assert limits.keepalive_expiry < VLLM_IDLE_SECONDS
+
+
 def ask_through_verl(trainer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from ray import cloudpickle
+
     asked: list[dict[str, Any]] = []
+    connections: set[int] = set()
     told = {"version": 5, "spans": {"0/0": [[0, 4], [1, 5]]}}
     headers = {"x-slipstream-policy-versions": json.dumps(told)}
 
     class Server(Completions):
-        extra = headers
+        extra, protocol_version = headers, "HTTP/1.1"
 
         def answer(self, body: dict[str, Any]) -> tuple[int, list[dict[str, Any]]]:
             asked.append(body)
+            connections.add(self.client_address[1])
             return 200, [choice([5, 6], [-1.0, -2.0])]
+
+    made, sampling = limits_of_clients(monkeypatch), {"temperature": 0.7, "logprobs": True}
+    client = cloudpickle.loads(cloudpickle.dumps(trainer.get_llm_client()))
+
+    async def ask(times: int) -> Any:
+        for _ in range(times):
+            output = await client.generate(
+                "a", prompt_ids=[1, 2], sampling_params=sampling, priority=0
+            )
+        await client.http.aclose()
+        return output
 
     with serving(Server) as port:
         monkeypatch.setenv("SLIPSTREAM_ROLLOUTS", f"http://127.0.0.1:{port}")
-        client, sampling = trainer.get_llm_client(), {"temperature": 0.7, "logprobs": True}
-        output = asyncio.run(
-            client.generate("a", prompt_ids=[1, 2], sampling_params=sampling, priority=0)
-        )
-        assert sampling["logprobs"] is True
+        output = asyncio.run(ask(times=2))
+    check_limits(made)
+    assert len(connections) == 1 and sampling["logprobs"] is True
     assert (output.token_ids, output.log_probs) == ([5, 6], [-1.0, -2.0])
     assert trainer.tag(output) == (4, 5)
-    (body,) = asked
+    body, again = asked
+    assert body == again
     assert (body["prompt"], body["max_tokens"], body["temperature"]) == ([1, 2], 16, 0.7)
     assert body["logprobs"] == 0 and body["return_token_ids"] is True
 
@@ -373,12 +417,13 @@ def test_openrlhf(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
         for method in ("sleep", "wake_up", "pause_generation", "resume_generation"):
             asyncio.run(getattr(engines[0], method)())
 
-    actors = ray_of_one_process(monkeypatch)
+    actors, made = ray_of_one_process(monkeypatch), limits_of_clients(monkeypatch)
     with serving(Server) as port:
         monkeypatch.setenv("SLIPSTREAM_TRAINER", rig.address)
         monkeypatch.setenv("SLIPSTREAM_ROLLOUTS", f"http://127.0.0.1:{port}")
         monkeypatch.setattr("runpy.run_module", cli)
         run("OpenRLHF")
+    check_limits(made)
     assert ran == [("openrlhf.cli.train_ppo_ray", "__main__")] and actors == ["SlipstreamEngine"]
     assert [body["max_tokens"] for body in asked] == [16, 16]
     assert next(iter(rig.trainer.samples.values())).sampling.top_p == pytest.approx(0.9)
