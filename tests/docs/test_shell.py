@@ -296,8 +296,13 @@ def test_blocks_that_are_run_elsewhere_are_there() -> None:
         assert any(b.startswith(first) for b in blocks(page)), (page, first)
 
 
-def test_servers_of_the_first_hour_sample_as_capture_is_told() -> None:
+def test_every_server_samples_as_capture_is_told() -> None:
     """A request's own parameters alone, whatever the policy's generation_config.json says."""
-    for path in (ROOT / "README.md", ROOT / "docs" / "tutorial.md"):
-        started = [b for _, b in BLOCK.findall(path.read_text()) if "rollout-server serve" in b]
-        assert started and all("--generation-config vllm" in block for block in started), path
+    pages = set()
+    for path in PAGES:
+        text = "".join(block for _, block in BLOCK.findall(path.read_text()))
+        for line in text.replace("\\\n", "").splitlines():
+            if re.search(r"rollout-server (serve|fleet) ", line):
+                assert "--generation-config vllm" in line, f"{path}: {line}"
+                pages.add(path.name)
+    assert {"README.md", "tutorial.md", "deployment.md", "mechanisms.md", "security.md"} <= pages
