@@ -6,7 +6,6 @@ They are made in a thread while the engine generates; what swaps them is in ``sw
 from __future__ import annotations
 
 import contextlib
-import gc
 import logging
 import threading
 import time
@@ -168,10 +167,7 @@ class Standby:
 
     def drop(self) -> None:
         """Forget all of them: their memory is wanted, or the live draft is written to."""
-        if self._entries:
-            self._entries = {}
-            # A copy's parameters refer to its modules: their loaders are bound to them.
-            gc.collect()
+        self._entries = {}
 
     def _start(self, entry: _Entry, work: Callable[[], str], evicted: list[_Entry]) -> None:
         """On an accelerator on a stream of their own: the engine's steps do not wait for it."""

@@ -125,13 +125,21 @@ class StandbyCopy:
         """
         from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 
-        self._allocate()
-        self._root.load_weights(weights)  # type: ignore[operator]
-        for live, copy in self.modules:
-            _drop_unloaded(copy)
-            method = getattr(live, "quant_method", None)
-            if isinstance(method, QuantizeMethodBase) and _is_loaded(copy):
-                _as_first_loaded(method).process_weights_after_loading(copy)
+        try:
+            self._allocate()
+            self._root.load_weights(weights)  # type: ignore[operator]
+            for live, copy in self.modules:
+                _drop_unloaded(copy)
+                method = getattr(live, "quant_method", None)
+                if isinstance(method, QuantizeMethodBase) and _is_loaded(copy):
+                    _as_first_loaded(method).process_weights_after_loading(copy)
+        finally:
+            # Loaders are bound to the modules: such a cycle would keep the memory of a copy that is
+            # dropped until Python's collector runs.
+            for _, copy in self.modules:
+                for parameter in copy._parameters.values():
+                    if parameter is not None:
+                        parameter.__dict__.clear()
         if not any(_is_loaded(copy) for _, copy in self.modules):
             raise NotSwappableError("no tensor of the checkpoint is a parameter of the draft")
         self.hashes = self.read()

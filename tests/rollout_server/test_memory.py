@@ -201,7 +201,6 @@ class Copied:
 
     def __init__(self, *given: object) -> None:
         self.hashes: dict[str, int] = {}
-        self.itself = self  # As a loader of a parameter refers to its module.
 
     def load(self, weights: object) -> None:
         self.hashes = {"w": 1}

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -219,6 +221,43 @@ def test_at_most_two_copies_are_ready(drafts: Drafts) -> None:
     standby.drop()
     ready(standby, zero)
     assert standby.swap(zero, zero) and not standby.swap(zero, zero)
+
+
+def test_a_copy_that_is_dropped_leaves_its_memory_at_once(
+    drafts: Drafts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM freezes Python's collector: what waits for it stays on the device."""
+    held: list[list[weakref.ref[torch.Tensor]]] = []
+    original = StandbyCopy.load
+
+    def load(copy: StandbyCopy, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        try:
+            original(copy, weights)
+        finally:
+            own = [p for _, module in copy.modules for p in module._parameters.values()]
+            held.append([weakref.ref(p) for p in own if p is not None])
+
+    def alive() -> list[bool]:
+        return [any(tensor() is not None for tensor in copy) for copy in held]
+
+    monkeypatch.setattr(StandbyCopy, "load", load)
+    drafts.reload(0)
+    standby = drafts.standby()
+    zero, one, two = drafts.sources
+    gc.disable()
+    try:
+        for new, old in ((one, zero), (two, one), (zero, two)):
+            ready(standby, new, keep=old)
+            assert standby.swap(new, old)
+            join()
+        assert alive() == [False, False, True], "only what was live last is kept"
+        while standby.prepare(torn_weights(drafts), two) == WORKING:
+            join()
+        assert alive() == [False, False, True, True]
+        standby.drop()
+        assert alive() == [False] * 4
+    finally:
+        gc.enable()
 
 
 def test_what_another_writer_left_does_not_come_back(drafts: Drafts) -> None:
