@@ -302,9 +302,12 @@ def reserve_standby(worker_class: type) -> None:
         return
 
     def leaving_room(self: Any) -> int:
+        # As given: with VLLM_ENABLE_STARTUP_PLAN vLLM sets it to what an earlier start measured,
+        # the copies' memory included.
+        given = self.cache_config.kv_cache_memory_bytes
         available = int(determine(self))
         draft = self.get_draft_model()
-        if draft is None or self.cache_config.kv_cache_memory_bytes:
+        if draft is None or given:
             return available
         reserved = standby_bytes(self.get_model(), draft)
         setattr(self, _RESERVED, reserved)

@@ -57,13 +57,17 @@ def linear(size: int) -> nn.Linear:
     return nn.Linear(size, size, bias=False, dtype=torch.float32)
 
 
-def a_worker(policy: nn.Module, draft: nn.Module | None, available: int) -> Any:
+def a_worker(
+    policy: nn.Module, draft: nn.Module | None, available: int, planned: bool = False
+) -> Any:
     class Worker:
         requested_memory = 1000 * MIB
         device = CUDA
         cache_config = types.SimpleNamespace(kv_cache_memory_bytes=None)
 
         def determine_available_memory(self) -> int:
+            if planned:
+                self.cache_config.kv_cache_memory_bytes = available
             return available
 
         def get_model(self) -> nn.Module:
@@ -99,6 +103,16 @@ def test_standby_copies_are_left_out_of_the_kv_cache_and_the_engines_share_stays
     given = a_worker(policy, draft, 700 * MIB)
     given.cache_config.kv_cache_memory_bytes = 700 * MIB
     assert given.determine_available_memory() == 700 * MIB
+
+
+def test_a_size_that_vllm_saved_at_an_earlier_start_is_not_one_that_was_given(
+    device: types.SimpleNamespace,
+) -> None:
+    """With VLLM_ENABLE_STARTUP_PLAN vLLM puts it where ``--kv-cache-memory-bytes`` goes."""
+    found = a_worker(linear(16), linear(1024), 700 * MIB, planned=True)
+    assert found.determine_available_memory() == (700 - 2 * 4) * MIB
+    device.reserved = 900 * MIB
+    assert owed_bytes(found) == (100 - 2 * 4) * MIB
 
 
 def test_a_copy_goes_to_the_host_where_the_engine_still_needs_the_device(
