@@ -409,6 +409,7 @@ def handle_early_signals(closers: Iterable[Callable[[], None]]) -> None:
     vLLM raises KeyboardInterrupt from its own handler during start-up, which gets lost under uvloop
     and pyzmq: the process starts all the same, or waits for an engine that was stopped.
     """
+    from vllm.utils.system_utils import kill_process_tree
 
     def stop(number: int, frame: FrameType | None) -> None:
         children = multiprocessing.active_children()
@@ -417,7 +418,7 @@ def handle_early_signals(closers: Iterable[Callable[[], None]]) -> None:
         for child in children:
             child.join(_CHILD_SECONDS)
             if child.is_alive():
-                child.kill()
+                kill_process_tree(child.pid)  # Its workers hold the device's memory.
         for close in closers:
             close()
         # Not sys.exit: the interpreter's own end would wait for vLLM's threads.

@@ -82,6 +82,7 @@ HOOKS: tuple[Hook, ...] = (
     ),
     Hook("vllm.utils.argparse_utils", "FlexibleArgumentParser"),
     Hook("vllm.utils.system_utils", "decorate_logs"),
+    Hook("vllm.utils.system_utils", "kill_process_tree", ("pid",)),
     Hook("vllm.v1.engine.exceptions", "EngineDeadError"),
     Hook(
         "vllm.v1.engine.core_client",

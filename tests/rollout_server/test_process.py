@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -13,7 +15,7 @@ from examples.arithmetic_grpo.processes import Service, free_port
 from slipstream.tensors import digest
 from tests.rollout_server.checkpoints import load, perturbed, write_draft
 from tests.rollout_server.live import Live, prompts, until
-from tests.rollout_server.test_owned_process import alive
+from tests.rollout_server.test_owned_process import WAIT, alive
 
 pytestmark = pytest.mark.vllm
 
@@ -90,3 +92,36 @@ def test_a_signal_during_start_up_is_not_lost(
     family = descendants(service.pid)
     assert service.stop(grace=30) == 128 + signal.SIGTERM
     until(lambda: not any(alive(pid) for pid in family))
+
+
+# An engine core that loads weights, and its worker: neither listens to SIGTERM.
+LOADING = """
+import multiprocessing, signal, subprocess
+from rollout_server import launch
+
+def core(ready):
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    worker = subprocess.Popen(["sleep", "600"])
+    ready.send(True)
+    worker.wait()
+
+launch._CHILD_SECONDS = 0.0
+launch.handle_early_signals(())
+here, there = multiprocessing.Pipe()
+multiprocessing.get_context("fork").Process(target=core, args=(there,)).start()
+here.recv()
+signal.raise_signal(signal.SIGTERM)
+"""
+
+
+def test_a_signal_during_start_up_ends_the_workers_of_a_core_that_hangs() -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", LOADING], stdout=subprocess.PIPE, start_new_session=True
+    ) as launcher:
+        try:
+            # Until the last process that has the pipe is gone.
+            launcher.communicate(timeout=WAIT)
+        except subprocess.TimeoutExpired:
+            os.killpg(launcher.pid, signal.SIGKILL)
+            raise
+    assert launcher.returncode == 128 + signal.SIGTERM
