@@ -170,6 +170,11 @@ HOOKS: tuple[Hook, ...] = (
         *("_draft_probs", "_draft_prob_req_ids", "valid_sampled_token_count_event"),
         *("_copy_valid_sampled_token_count", "reset_lora_state", "encoder_cache"),
     ),
+    Hook(
+        "vllm.v1.spec_decode.llm_base_proposer",
+        "SpecDecodeBaseProposer.prepare_next_token_ids_padded",
+        ("self", "sampled_token_ids", "requests", "gpu_input_batch", "discard_request_mask"),
+    ),
     *_hooks(_RUNNER_V2, "GPUModelRunner", "speculator", "get_draft_model", "reset_lora_state"),
     Hook(_RUNNER_V2, "GPUModelRunner.encoder_cache"),
     Hook("vllm.v1.worker.gpu.mm.encoder_cache", "EncoderCache.encoder_outputs"),
