@@ -236,7 +236,10 @@ HOOKS: tuple[Hook, ...] = (
 )
 
 DRAFT_LENGTHS_V2 = Hook(_RUNNER_V2, "ExecuteModelState.num_spec_tokens_to_schedule")
-"""Model Runner V2 drafts as many tokens as the scheduler plans; without it, always the most."""
+"""Model Runner V2 knows how many tokens the scheduler plans; without it, all are always verified.
+
+Its speculator of draft models (``StandaloneARSpeculator``) drafts the most all the same, and the
+runner leaves out those that are not planned: a shorter length saves verification alone."""
 
 logger = logging.getLogger(__name__)
 
