@@ -244,16 +244,19 @@ class TrainerServer:
         self._status.events.note(console_pb2.EVENT_KIND_TRAINER_STOPPED)
         # Calls in progress get half of the time; then they are cancelled.
         stopped = self._event_loop.submit(self._stop_serving(_left(deadline) / 2))
-        clean = self.loop.stop(_left(deadline))
-        clean = self._reconciler.stop(_left(deadline)) and clean
-        clean = _ended(stopped, _left(deadline)) and clean
+        # All are told at once: a gate or a publish under way may take the rest of the time.
+        self.loop.stop(0.0)
+        self._reconciler.stop(0.0)
+        clean = _ended(stopped, _left(deadline))
         clean = self._event_loop.close(_left(deadline)) and clean
         if self._recorder:
             clean = self._recorder.stop(_left(deadline)) and clean
         self._workers.close()
+        clean = self._reconciler.stop(_left(deadline)) and clean
         self._fleet.close()
         clean = self._watch.stop(_left(deadline)) and clean
         self._web.close(_left(deadline))
+        clean = self.loop.stop(_left(deadline)) and clean
         self._close_samples()
         self._registry.close()
         return clean

@@ -250,6 +250,24 @@ def test_an_operator_waits_for_another_publish_no_longer_than_the_call(
         assert client.promote(0).draft_version == 0
 
 
+def test_a_gate_that_ends_late_keeps_nothing_else_from_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with feeding(make_config(tmp_path)) as (server, client):
+        gate, judges = server.loop.candidates.gate, threading.Event()
+        real = gate.judge
+
+        def judge(*arguments: Any) -> Any:
+            judges.set()
+            assert server._reconciler._stopping.wait(DEADLINE)
+            return real(*arguments)
+
+        monkeypatch.setattr(gate, "judge", judge)
+        client.send(*rollouts(60))
+        assert judges.wait(DEADLINE)
+        assert server.stop()
+
+
 def test_health_reflection_and_metrics(tmp_path: Path) -> None:
     with running(make_config(tmp_path)) as (server, client):
         with open_channel(server.address) as channel:
