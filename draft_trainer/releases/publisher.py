@@ -72,13 +72,13 @@ class Publisher:
         if canary is not None:
             canary.resume(promotions.now)
 
-    def prepare(self) -> PublishResult:
+    def prepare(self, until: float = math.inf) -> PublishResult:
         """Stage the promoted release on every reachable server that serves another one.
 
-        Staging that fails anywhere is undone everywhere; the outcomes, one a server, say why. While
-        a release is on trial on some servers, or the live one is measured first, nothing is staged.
+        Staging that fails anywhere is undone everywhere; the outcomes say why. While a release is
+        on trial on some servers, or the live one measured, none is. ``until``: as in ``promote``.
         """
-        with self._staged_alone():
+        with self._staged_alone(until):
             self._drop_staged()
             now = self.promotions.now
             if now.waits:

@@ -198,7 +198,7 @@ class DraftTrainerService(pb_grpc.DraftTrainerServicer):
         self, request: pb.PrepareSyncRequest, context: ServicerContext
     ) -> pb.PrepareSyncResponse:
         self.runs.session(request.session_id)
-        published = await self.workers.run(self.publisher.prepare)
+        published = await self.workers.run(self.publisher.prepare, answer_by(context))
         return pb.PrepareSyncResponse(
             draft_version=published.draft_version if published.changes else None,
             servers=result_message(published).servers,

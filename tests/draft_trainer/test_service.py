@@ -8,6 +8,7 @@ import time
 import urllib.request
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from slipstream.sample import Sample
 from slipstream.tensors import decode
 from slipstream.v1 import console_pb2
 from slipstream.v1 import draft_trainer_pb2 as pb
+from tests.draft_trainer.fleet_double import RolloutDouble
 from tests.draft_trainer.registry_rig import create
 from tests.draft_trainer.rig import (
     DEADLINE,
@@ -248,6 +250,26 @@ def test_an_operator_waits_for_another_publish_no_longer_than_the_call(
         assert refusal(client.roll_back).code is grpc.StatusCode.FAILED_PRECONDITION
         assert server.publisher.promotions.now == before
         assert client.promote(0).draft_version == 0
+
+
+def test_a_sync_waits_for_another_publish_no_longer_than_the_call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And stages nothing later, when nobody asks for it any more."""
+    with ExitStack() as closing:
+        double = RolloutDouble()
+        double.state.draft_version = 9
+        closing.callback(double.stop)
+        publish = {"rollout_servers": [double.address], "reconcile_s": 0.0}
+        config = make_config(tmp_path, publish=publish)
+        server, client = closing.enter_context(running(config, train=False))
+        client.open()
+        with monkeypatch.context() as patch, server.publisher._staged_alone():
+            patch.setattr(service, "ANSWER_SECONDS", DEADLINE)
+            assert refusal(client.prepare).code is grpc.StatusCode.ABORTED
+        assert not double._state().staged
+        client.prepare()
+        assert double._state().staged == ["draft-0"]
 
 
 def test_a_gate_that_ends_late_keeps_nothing_else_from_its_end(
