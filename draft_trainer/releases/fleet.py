@@ -30,6 +30,9 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+LOOK_UP_SECONDS = 1.0
+"""Longest wait for who belongs to the fleet now: a name service may answer late, or never."""
+
 ASSUMED = (3, "probabilistic")
 """How a fleet drafts of which no server has answered yet: rollout-server's defaults."""
 
@@ -106,7 +109,7 @@ class Fleet:
         self._on_states = on_states
         self._members = Members(config.rollout_servers)
         self._credentials = credentials
-        self._refreshing = threading.Lock()
+        self._looking = ThreadPoolExecutor(1, thread_name_prefix="members")
         self._lock = threading.Lock()
         self._clients: dict[str, RolloutClient] = {}
         self._refused: frozenset[str] = frozenset()
@@ -129,10 +132,14 @@ class Fleet:
         return config.num_speculative_tokens or tokens, config.draft_sample_method or sampled
 
     def refresh(self) -> tuple[str, ...]:
-        """Look again who belongs to it; returns the addresses, without those that may not be asked:
-        the token would cross a network readable."""
-        with self._refreshing:
-            wanted = self._members.addresses()
+        """Look again who belongs to it, for ``LOOK_UP_SECONDS`` at most; returns the addresses then
+        known, without those that may not be asked: the token would cross a network readable."""
+        looked = self._looking.submit(self._members.addresses)
+        try:
+            wanted = looked.result(LOOK_UP_SECONDS)
+        except TimeoutError:
+            looked.cancel()
+            wanted = self._members.known
         refused: dict[str, RefusedError] = {}
         with self._lock:
             gone = [self._clients.pop(a) for a in list(self._clients) if a not in wanted]
@@ -232,3 +239,4 @@ class Fleet:
         for client in clients.values():
             client.close()
         self._pool.shutdown(wait=True, cancel_futures=True)
+        self._looking.shutdown(wait=False)

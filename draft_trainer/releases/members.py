@@ -14,15 +14,22 @@ logger = logging.getLogger(__name__)
 
 
 class Members:
-    """Rollout-server discovery: addresses, DNS names, membership files. Not thread-safe.
+    """Rollout-server discovery: addresses, DNS names, membership files. One look at a time.
 
     A name service that does not answer, or a file that is no list of addresses, says nothing about
     the fleet: its last answer stays in force until there is another.
     """
 
     def __init__(self, entries: Sequence[str]) -> None:
-        self._known: dict[str, tuple[str, ...]] = dict.fromkeys(entries, ())
+        self._known: dict[str, tuple[str, ...]] = {
+            entry: () if entry.startswith((DNS, FILE)) else (entry,) for entry in entries
+        }
         self._failed: set[str] = set()
+
+    @property
+    def known(self) -> tuple[str, ...]:
+        """What the last looks said. Any thread may ask, also during a look."""
+        return tuple(dict.fromkeys(a for known in self._known.values() for a in known))
 
     def addresses(self) -> tuple[str, ...]:
         """``host:port`` of every control plane, each once. Never raises."""
@@ -34,7 +41,7 @@ class Members:
                 if entry not in self._failed:
                     logger.warning("%s: %s; keeping %s", entry, error, list(self._known[entry]))
                 self._failed.add(entry)
-        return tuple(dict.fromkeys(a for known in self._known.values() for a in known))
+        return self.known
 
 
 def look_up(entry: str) -> list[str]:

@@ -19,6 +19,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from draft_trainer.drafters.policy import PolicyHeads
+from draft_trainer.releases import members
 from draft_trainer.releases.promotions import Promotions
 from draft_trainer.releases.registry import Registry
 from draft_trainer.server import service
@@ -270,6 +271,27 @@ def test_a_sync_waits_for_another_publish_no_longer_than_the_call(
         assert not double._state().staged
         client.prepare()
         assert double._state().staged == ["draft-0"]
+
+
+def test_a_sync_waits_for_no_name_service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with ExitStack() as closing:
+        double, over = RolloutDouble(), threading.Event()
+        double.state.draft_version = 9
+        closing.callback(double.stop)
+
+        def silent(entry: str) -> list[str]:
+            assert over.wait(2 * DEADLINE)
+            return []
+
+        monkeypatch.setattr(members, "look_up", lambda entry: [double.address])
+        publish = {"rollout_servers": ["dns:rollouts:1"], "reconcile_s": 0.0}
+        config = make_config(tmp_path, publish=publish)
+        _, client = closing.enter_context(running(config, train=False))
+        closing.callback(over.set)
+        client.open()
+        monkeypatch.setattr(members, "look_up", silent)
+        client.prepare()
+        assert double._state().staged == ["draft-0"], "the servers that were known"
 
 
 def test_a_gate_that_ends_late_keeps_nothing_else_from_its_end(
