@@ -106,3 +106,13 @@ def lock_file(path: Path) -> int:
         os.close(descriptor)
         raise
     return descriptor
+
+
+def unlock_file(descriptor: int) -> None:
+    """Drop the lock and close what ``lock_file`` gave.
+
+    Closing alone leaves it locked while a process lives that was forked meanwhile, such as a worker
+    of a framework's data loader.
+    """
+    fcntl.flock(descriptor, fcntl.LOCK_UN)
+    os.close(descriptor)

@@ -25,7 +25,7 @@ from typing import TypeVar
 
 from google.protobuf.message import DecodeError, Message
 
-from draft_trainer.files import lock_file
+from draft_trainer.files import lock_file, unlock_file
 from slipstream.errors import RefusedError, StatusCode, clean
 from slipstream.v1 import console_pb2, draft_trainer_pb2, release_pb2
 
@@ -166,7 +166,7 @@ class State:
 
     def _unlock(self) -> None:
         if self._lock_file is not None:
-            os.close(self._lock_file)
+            unlock_file(self._lock_file)
             self._lock_file = None
 
     @contextmanager

@@ -16,7 +16,7 @@ import uuid
 from contextlib import suppress
 from pathlib import Path
 
-from draft_trainer.files import fsync, lock_file, written_whole
+from draft_trainer.files import fsync, lock_file, unlock_file, written_whole
 from draft_trainer.ingest import policies
 from draft_trainer.ingest.database import FILE
 from draft_trainer.ingest.store import ARENA
@@ -57,7 +57,7 @@ class SampleFolder:
             try:
                 self._adopt({"format": FORMAT, "registry": _identity(registry), "boot": _boot()})
             except BaseException:
-                os.close(self._lock)
+                unlock_file(self._lock)
                 raise
         except OSError as error:
             found = f"{error.filename or self.path} ({error.strerror})"
@@ -78,7 +78,7 @@ class SampleFolder:
             self._marker.unlink(missing_ok=True)
             with suppress(OSError):
                 self.path.rmdir()
-        os.close(self._lock)
+        unlock_file(self._lock)
 
     def _claim(self) -> None:
         """Make the folder, or refuse one that is there and cannot be ours."""

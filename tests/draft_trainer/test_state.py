@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from draft_trainer import state as state_module
+from draft_trainer.ingest.folder import SampleFolder
 from draft_trainer.releases.promotions import Batch, Promotion, Promotions, Trial, read_promotion
 from draft_trainer.state import (
     EVENTS_KEPT,
@@ -49,6 +50,26 @@ def fill(state: State) -> None:
     state.set_pins(frozenset({1, 2}))
     state.gate_results.add(release_pb2.Verdict(outcome="passed", draft_version=3, reason="gain"))
     state.history.add(draft_trainer_pb2.TrainerStatus(train_steps=4))
+
+
+def test_a_closed_folder_is_free_whatever_was_forked_meanwhile(tmp_path: Path) -> None:
+    """As a training framework forks the workers of its data loader."""
+    state, samples = State(tmp_path), SampleFolder(None, tmp_path)
+    waits, ends = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(ends)
+        os.read(waits, 1)
+        os._exit(0)
+    try:
+        state.close()
+        samples.close(keep=True)
+        State(tmp_path).close()
+        SampleFolder(None, tmp_path).close(keep=True)
+    finally:
+        os.close(ends)
+        os.waitpid(child, 0)
+        os.close(waits)
 
 
 def test_everything_survives_a_kill(tmp_path: Path) -> None:
