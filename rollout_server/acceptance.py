@@ -120,6 +120,7 @@ class AcceptanceTracker:
         all: every version since the start, including those that are forgotten.
         live: version that proposes; None before ``start``.
         spans: which policy version sampled the tokens of requests.
+        changed: set, and replaced by another, at the next ``wake``.
     """
 
     def __init__(self) -> None:
@@ -133,7 +134,7 @@ class AcceptanceTracker:
         self._engines: dict[int, _Boundaries] = {}
         self._counters: OrderedDict[int, pb.AcceptanceCounters] = OrderedDict()
         self._pairs: OrderedDict[Pair, pb.AcceptanceCounters] = OrderedDict()
-        self._changed = asyncio.Event()
+        self.changed = asyncio.Event()
 
     def start(self, version: int) -> None:
         """The version that drafts from the first step on."""
@@ -240,16 +241,8 @@ class AcceptanceTracker:
 
     def wake(self) -> None:
         """A state or counter changed that watchers report."""
-        self._changed.set()
-        self._changed = asyncio.Event()
-
-    async def changed(self, timeout: float) -> bool:
-        """Wait for ``wake``; False when ``timeout`` seconds passed without."""
-        try:
-            await asyncio.wait_for(self._changed.wait(), timeout)
-        except TimeoutError:
-            return False
-        return True
+        self.changed.set()
+        self.changed = asyncio.Event()
 
 
 class AcceptanceGuard:

@@ -315,6 +315,8 @@ class RolloutService(pb_grpc.RolloutServerServicer):
     ) -> AsyncIterator[pb.AcceptanceReport]:
         interval, trainer = (request.min_interval_ms or 1000) / 1000, _trainer(context)
         while True:
+            # Before the report: what changes while it is sent, or in the pause, is reported next.
+            changed = self._control.tracker.changed
             yield self._report()
             left = interval
             while left > 0:
@@ -323,8 +325,10 @@ class RolloutService(pb_grpc.RolloutServerServicer):
                 await asyncio.sleep(min(left, _IDLE_SECONDS))
                 left -= _IDLE_SECONDS
             # Cancelled by gRPC when the client leaves or the server stops.
-            while not await self._control.tracker.changed(_IDLE_SECONDS):
+            while not changed.is_set():
                 self._control.heard(trainer)
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(changed.wait(), _IDLE_SECONDS)
 
     def _report(self) -> pb.AcceptanceReport:
         tracker = self._control.tracker

@@ -181,3 +181,21 @@ def test_a_trainer_that_only_watches_keeps_its_servers(
         assert [heard.get(timeout=SECONDS) for _ in range(2)] == ["one", "one"]
         assert control.trainer == "one"
     reports.cancel()
+
+
+def test_what_changes_in_the_pause_after_a_report_is_reported(
+    plane: Plane, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    control, pauses = plane.server._control, list[str]()
+
+    def pause(trainer: str) -> None:
+        if not pauses:
+            control.tracker.wake()
+        pauses.append(trainer)
+
+    monkeypatch.setattr(control, "heard", pause)
+    request = pb.WatchAcceptanceRequest(min_interval_ms=1)
+    reports = plane.stub.WatchAcceptance(request, timeout=SECONDS)
+    next(reports)
+    next(reports)
+    reports.cancel()
