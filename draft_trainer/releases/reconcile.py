@@ -46,7 +46,7 @@ LOST, ASLEEP = "draft read back from memory", ": asleep"
 """In ``not_ready`` of a server whose workers do not hold the draft, and of one that sleeps."""
 
 LOOK_SECONDS = 2.0
-"""Between two looks at who belongs to the fleet, where nothing is reconciled."""
+"""Between two looks at who belongs to the fleet where nothing is reconciled; after an error."""
 
 READ_BACK_SECONDS = 10.0
 """Between two looks into the workers' memory: they cost an engine step a little time."""
@@ -289,7 +289,7 @@ class Reconciler:
                 # No file descriptor, thread or memory can be had, or a disk fails: it may have
                 # passed by the next round.
                 logger.warning("%s", error, exc_info=not isinstance(error, RefusedError))
-                self._stopping.wait(self._seconds or LOOK_SECONDS)
+                self._stopping.wait(LOOK_SECONDS)
             # A look at all reports of a large fleet takes long: most of the time is for training.
             pace = min(MOST_PACE_SECONDS, 4 * (time.monotonic() - looked))
             revision = self._watch.wait_beyond(revision, max(0.0, due - time.monotonic()))

@@ -282,8 +282,14 @@ def test_a_promoted_release_that_could_not_be_published_is_published_again(
     ids=lambda error: type(error).__name__,
 )
 def test_an_error_in_a_round_does_not_end_the_reconciler(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: Exception
+    make_rig: Callable[..., Rig],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    error: Exception,
 ) -> None:
+    """Nor keep it from the next round for as long as it pauses between two that went well."""
+    monkeypatch.setattr(healing, "LOOK_SECONDS", 0.05)
+    rig = make_rig(3, reconcile_s=3600.0)
     real, left, put_right = rig.fleet.states, [error, error], threading.Event()
 
     def states(read_back: bool = False) -> object:
