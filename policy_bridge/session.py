@@ -26,7 +26,7 @@ from policy_bridge.model import PolicyModules, full_tensor
 from slipstream.client import MAX_MESSAGE_BYTES
 from slipstream.errors import RefusedError, refused_from
 from slipstream.layers import decode_layers
-from slipstream.tensors import bytes_of, check_schema, decode, dtype_to_wire, frame_chunk
+from slipstream.tensors import bytes_of, check_schema, dtype_to_wire, frame_chunk
 from slipstream.v1 import draft_trainer_pb2 as pb
 from slipstream.v1 import tensor_pb2
 
@@ -70,7 +70,7 @@ def decode_session(response: pb.OpenRunResponse, policy: PolicyModules) -> Sessi
 
     Raises:
         RefusedError: another schema version, layers the policy does not have, vocabulary ids
-            out of range or not ascending, or no room for a sample.
+            that are missing, out of range or not ascending, or no room for a sample.
     """
     step = "install the same release of slipstream in the policy's image and in the trainer's"
     check_schema(response.schema_version, "the trainer's", step)
@@ -81,14 +81,12 @@ def decode_session(response: pb.OpenRunResponse, policy: PolicyModules) -> Sessi
     if layers and layers[-1] >= len(policy.layers):
         expected = f"each below the policy's {len(policy.layers)} decoder layers"
         raise RefusedError("aux_layers.ids", list(layers), expected, other_draft)
-    ids = decode(response.draft_vocab_ids, "draft_vocab_ids")
-    if ids.dtype != torch.int32 or ids.dim() != 1 or not len(ids):
-        found = f"{ids.dtype} {list(ids.shape)}"
-        raise RefusedError("draft_vocab_ids", found, "int32 [draft_vocab]", step)
-    values = ids.tolist()
-    ascending = all(a < b for a, b in pairwise(values))
-    if not ascending or values[0] < 0 or values[-1] >= policy.vocab_size:
-        found = f"{values[0]} to {values[-1]}, ascending: {ascending}"
+    ids = list(response.draft_vocab_ids)
+    if not ids:
+        raise RefusedError("draft_vocab_ids", "none", "at least one id", other_draft)
+    ascending = all(a < b for a, b in pairwise(ids))
+    if not ascending or ids[0] < 0 or ids[-1] >= policy.vocab_size:
+        found = f"{ids[0]} to {ids[-1]}, ascending: {ascending}"
         expected = f"ascending ids below the policy's vocabulary of {policy.vocab_size}"
         raise RefusedError("draft_vocab_ids", found, expected, other_draft)
     if response.max_tokens_per_sample < 2:
@@ -100,7 +98,7 @@ def decode_session(response: pb.OpenRunResponse, policy: PolicyModules) -> Sessi
     return Session(
         session_id=response.session_id,
         aux_layers=layers,
-        draft_vocab_ids=ids.long(),
+        draft_vocab_ids=torch.tensor(ids),
         max_tokens=response.max_tokens_per_sample,
         latest_policy_version=response.latest_policy_version if known else None,
         rollout_servers=tuple(response.rollout_servers),

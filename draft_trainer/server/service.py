@@ -32,7 +32,7 @@ from slipstream.errors import RefusedError, StatusCode, clean
 from slipstream.guard import CHUNK_MESSAGE_BYTES, Limit
 from slipstream.layers import encode_layers
 from slipstream.serving import Workers, blocking
-from slipstream.tensors import SCHEMA_VERSION, Framed, check_schema, chunks_of, encode, unframe
+from slipstream.tensors import SCHEMA_VERSION, Framed, check_schema, chunks_of, unframe
 from slipstream.v1 import console_pb2, draft_trainer_pb2, release_pb2, tensor_pb2
 from slipstream.v1 import draft_trainer_pb2 as pb
 from slipstream.v1 import draft_trainer_pb2_grpc as pb_grpc
@@ -136,7 +136,7 @@ class DraftTrainerService(pb_grpc.DraftTrainerServicer):
         return pb.OpenRunResponse(
             session_id=session.session_id,
             aux_layers=encode_layers(self.draft.aux_layer_ids),
-            draft_vocab_ids=encode(self.draft_vocab_ids),
+            draft_vocab_ids=self.draft_vocab_ids.tolist(),
             max_tokens_per_sample=self.ingest.expected.max_tokens,
             latest_policy_version=session.run.latest_policy_version,
             rollout_servers=self.publisher.fleet.refresh(),

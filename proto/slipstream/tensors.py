@@ -1,4 +1,4 @@
-"""Tensors on the wire: whole in a message, large ones in chunks, states in eight bits.
+"""Tensors on the wire: in chunks, states in eight bits.
 
 Every decode checks shape, size and checksum and raises ``RefusedError`` naming the field, so that
 no damaged message becomes a tensor.
@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -66,45 +65,6 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
     """The bytes of a CPU tensor, little-endian and row-major, without a copy if contiguous."""
     flat = tensor.detach().cpu().contiguous().reshape(-1)
     return memoryview(flat.view(torch.uint8).numpy()) if flat.numel() else memoryview(b"")  # type: ignore[arg-type]
-
-
-def encode(tensor: torch.Tensor) -> tensor_pb2.Tensor:
-    """A whole tensor as a message, with its CRC-32."""
-    data = bytes_of(tensor)
-    return tensor_pb2.Tensor(
-        dtype=dtype_to_wire(tensor.dtype),
-        shape=list(tensor.shape),
-        data=bytes(data),
-        crc32=zlib.crc32(data),
-    )
-
-
-def decode(message: tensor_pb2.Tensor, field: str) -> torch.Tensor:
-    """The tensor inside a message, owning its memory.
-
-    Raises RefusedError: unknown dtype, negative size, wrong length or wrong CRC-32.
-    """
-    dtype = dtype_from_wire(message.dtype, field)
-    shape = tuple(message.shape)
-    _check_shape(shape, field)
-    expected = math.prod(shape) * dtype.itemsize
-    data = message.data
-    if len(data) != expected:
-        raise RefusedError(
-            f"{field}.data",
-            f"{len(data)} bytes",
-            f"{expected} bytes for shape {list(shape)} of {dtype}",
-            "send product(shape) * itemsize bytes",
-        )
-    checksum = zlib.crc32(data)
-    if checksum != message.crc32:
-        raise RefusedError(
-            f"{field}.crc32",
-            f"{message.crc32:#010x}",
-            f"{checksum:#010x} (of the bytes that arrived)",
-            "send it again; if it repeats, look for a faulty link or an altered buffer",
-        )
-    return from_bytes(bytearray(data), dtype, shape)
 
 
 def from_bytes(data: bytearray, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
@@ -220,8 +180,8 @@ def _check_shape(shape: tuple[int, ...], field: str) -> None:
         raise RefusedError(f"{field}.shape", list(shape), "sizes >= 0", "send the real shape")
 
 
-SCHEMA_VERSION = 5
-"""5: every block has an XXH3 checksum."""
+SCHEMA_VERSION = 6
+"""6: the draft vocabulary is a list of ids."""
 
 
 def check_schema(found: int, whose: str, upgrade: str) -> None:

@@ -21,7 +21,7 @@ from slipstream.errors import RefusedError, abort_with
 from slipstream.layers import encode_layers
 from slipstream.sample import Sample
 from slipstream.serving import SERVER_OPTIONS
-from slipstream.tensors import SCHEMA_VERSION, ChunkAssembler, digest, dtype_from_wire, encode
+from slipstream.tensors import SCHEMA_VERSION, ChunkAssembler, digest, dtype_from_wire
 from slipstream.v1 import draft_trainer_pb2 as pb
 from slipstream.v1 import draft_trainer_pb2_grpc as pb_grpc
 from slipstream.v1 import rollout_server_pb2 as rollout_pb
@@ -113,7 +113,7 @@ class FakeTrainer(pb_grpc.DraftTrainerServicer):
         return pb.OpenRunResponse(
             session_id=f"s{self.sessions}",
             aux_layers=encode_layers(self.layers),
-            draft_vocab_ids=encode(self.vocab_ids.int()),
+            draft_vocab_ids=self.vocab_ids.tolist(),
             max_tokens_per_sample=self.max_tokens,
             latest_policy_version=max(self.tensors) if self.tensors else None,
             rollout_servers=self.rollout_servers,

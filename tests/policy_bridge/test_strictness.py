@@ -179,6 +179,7 @@ def test_a_resumed_run_below_what_the_trainer_knows_is_told_so(
         ((2, 4, 8), [1, 2], "aux_layers.ids"),
         ((2,), [1, 64], "draft_vocab_ids"),
         ((2,), [2, 1], "draft_vocab_ids"),
+        ((2,), [], "draft_vocab_ids"),
     ],
 )
 @pytest.mark.parametrize("strict", [False, True])
