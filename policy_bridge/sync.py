@@ -289,7 +289,7 @@ class SyncWindow:
             self.trainer_silent = True
             self._draft_error(f"CompleteSync: no answer {ANSWER_SECONDS:g} s after the commits")
             return {}
-        outcomes = response.result.servers
+        outcomes = response.servers
         self._keep_errors(outcomes)
         if self._stage_id and not self.config.rollout_servers:
             # Like one that joins when the window has ended.

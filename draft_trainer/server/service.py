@@ -196,23 +196,19 @@ class DraftTrainerService(pb_grpc.DraftTrainerServicer):
 
     async def PrepareSync(
         self, request: pb.PrepareSyncRequest, context: ServicerContext
-    ) -> pb.PrepareSyncResponse:
+    ) -> pb.PublishResult:
         self.runs.session(request.session_id)
-        published = await self.workers.run(self.publisher.prepare, answer_by(context))
-        return pb.PrepareSyncResponse(
-            draft_version=published.draft_version if published.changes else None,
-            servers=result_message(published).servers,
-        )
+        return result_message(await self.workers.run(self.publisher.prepare, answer_by(context)))
 
     async def CompleteSync(
         self, request: pb.CompleteSyncRequest, context: ServicerContext
-    ) -> pb.CompleteSyncResponse:
+    ) -> pb.PublishResult:
         """See the .proto. A session that is not open does not keep the policy from its commit."""
         check_text("policy_stage_id", request.policy_stage_id, MAX_NAME_CHARACTERS)
         published = await self.workers.run(
             self.publisher.complete, request.policy_version, request.policy_stage_id
         )
-        return pb.CompleteSyncResponse(result=result_message(published))
+        return result_message(published)
 
     async def ListReleases(
         self, request: pb.ListReleasesRequest, context: ServicerContext

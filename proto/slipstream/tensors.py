@@ -181,7 +181,7 @@ def _check_shape(shape: tuple[int, ...], field: str) -> None:
 
 
 SCHEMA_VERSION = 6
-"""6: the draft vocabulary is a list of ids."""
+"""6: ids of the draft vocabulary as a list, one answer for both calls of a sync window."""
 
 
 def check_schema(found: int, whose: str, upgrade: str) -> None:

@@ -151,7 +151,7 @@ class Client:
             time.sleep(0.02)
         return status
 
-    def prepare(self, version: int = 1) -> pb.PrepareSyncResponse:
+    def prepare(self, version: int = 1) -> pb.PublishResult:
         return self.stub.PrepareSync(
             pb.PrepareSyncRequest(session_id=self.session_id, policy_version=version),
             timeout=DEADLINE,
@@ -161,7 +161,7 @@ class Client:
         request = pb.CompleteSyncRequest(
             session_id=self.session_id, policy_version=version, policy_stage_id=stage_id
         )
-        return self.stub.CompleteSync(request, timeout=DEADLINE).result
+        return self.stub.CompleteSync(request, timeout=DEADLINE)
 
     def promote(self, version: int, pin: bool = False) -> pb.PublishResult:
         return self.stub.PromoteRelease(

@@ -62,7 +62,8 @@ def test_trains_gates_releases_and_publishes_with_the_policy(tmp_path: Path) -> 
         assert gate.passed and gate.anchors >= 20
         assert gate.candidate_acceptance_length > gate.incumbent_acceptance_length
         _assert_fetched(client, newest.draft_version, double)
-        assert not client.prepare(3).HasField("draft_version")
+        again = client.prepare(3)
+        assert (again.draft_version, again.servers[0].stage_seconds) == (version, 0.0)
         assert client.roll_back().servers[0].state.draft_version == 0
     double.stop()
 
@@ -247,7 +248,7 @@ def test_fleet_that_is_away_never_takes_the_trainer_down(tmp_path: Path) -> None
     with feeding(config) as (_, client):
         version = train_until_released(client)
         prepared = client.prepare(2)
-        assert not prepared.HasField("draft_version")
+        assert prepared.draft_version == version
         assert "unreachable" in prepared.servers[0].error
         result = client.complete(2, "policy-2")
         assert not result.servers[0].committed and not result.servers[0].HasField("state")

@@ -73,9 +73,7 @@ class FakeTrainer(pb_grpc.DraftTrainerServicer):
     hang: set[str] = field(default_factory=set)
     rollout_servers: tuple[str, ...] = ()
     staging: list[pb.ServerOutcome] = field(default_factory=list)
-    on_complete: Callable[[pb.CompleteSyncRequest], pb.CompleteSyncResponse] = lambda _: (
-        pb.CompleteSyncResponse()
-    )
+    on_complete: Callable[[pb.CompleteSyncRequest], pb.PublishResult] = lambda _: pb.PublishResult()
     samples: dict[str, Sample] = field(default_factory=dict)
     received: list[str] = field(default_factory=list)
     tensors: dict[int, dict[str, torch.Tensor]] = field(default_factory=dict)
@@ -215,7 +213,7 @@ class FakeTrainer(pb_grpc.DraftTrainerServicer):
     def PrepareSync(self, request, context):  # type: ignore[no-untyped-def]
         self._maybe_hang("PrepareSync")
         named = [pb.ServerOutcome(address=address) for address in self.rollout_servers]
-        return pb.PrepareSyncResponse(draft_version=7, servers=self.staging or named)
+        return pb.PublishResult(draft_version=7, servers=self.staging or named)
 
     def CompleteSync(self, request, context):  # type: ignore[no-untyped-def]
         self._maybe_hang("CompleteSync")

@@ -66,9 +66,9 @@ def test_a_trainer_that_answers_once_a_long_transfer_has_ended_is_not_late(
 
         double.commit = commit  # type: ignore[method-assign]
 
-    def complete(request: pb.CompleteSyncRequest) -> pb.CompleteSyncResponse:
+    def complete(request: pb.CompleteSyncRequest) -> pb.PublishResult:
         assert received.wait(DEADLINE)
-        return pb.CompleteSyncResponse()
+        return pb.PublishResult()
 
     trainer.on_complete = complete
     bridge = connect(rollout_servers=addresses(rollouts))

@@ -48,13 +48,13 @@ def push(bridge: PolicyBridge, version: int) -> SyncResult:
 def commit_all(trainer: FakeTrainer, rollouts: Rollouts) -> None:
     """Let the trainer do what a real one does in CompleteSync."""
 
-    def complete(request: pb.CompleteSyncRequest) -> pb.CompleteSyncResponse:
+    def complete(request: pb.CompleteSyncRequest) -> pb.PublishResult:
         outcomes = []
         for double, server in rollouts:
             double.draft_version = 7
             state = double.commit([request.policy_stage_id] if request.policy_stage_id else [])
             outcomes.append(pb.ServerOutcome(address=server.address, committed=True, state=state))
-        return pb.CompleteSyncResponse(result=pb.PublishResult(draft_version=7, servers=outcomes))
+        return pb.PublishResult(draft_version=7, servers=outcomes)
 
     trainer.on_complete = complete
 
@@ -125,11 +125,11 @@ def test_a_server_that_joins_after_the_policy_was_staged_gets_the_next_one(
     (double, first), (joins, second) = rollouts
     trainer.rollout_servers = (first.address,)
 
-    def complete(request: pb.CompleteSyncRequest) -> pb.CompleteSyncResponse:
+    def complete(request: pb.CompleteSyncRequest) -> pb.PublishResult:
         state = double.commit([request.policy_stage_id])
         done = pb.ServerOutcome(address=first.address, committed=True, state=state)
         lacks = pb.ServerOutcome(address=second.address, error="it is not staged")
-        return pb.CompleteSyncResponse(result=pb.PublishResult(servers=[done, lacks]))
+        return pb.PublishResult(servers=[done, lacks])
 
     trainer.on_complete = complete
     bridge = connect(skip_unreachable_servers=skips)
@@ -216,12 +216,12 @@ def test_a_commit_that_the_trainer_made_before_it_was_cut_off_is_not_made_twice(
 ) -> None:
     """CompleteSync reached one server of two, then failed."""
 
-    def complete(request: pb.CompleteSyncRequest) -> pb.CompleteSyncResponse:
+    def complete(request: pb.CompleteSyncRequest) -> pb.PublishResult:
         double, server = rollouts[0]
         state = double.commit([request.policy_stage_id])
         lost = pb.ServerOutcome(address=rollouts[1][1].address, error="cut off")
         done = pb.ServerOutcome(address=server.address, committed=True, state=state)
-        return pb.CompleteSyncResponse(result=pb.PublishResult(servers=[done, lost]))
+        return pb.PublishResult(servers=[done, lost])
 
     trainer.on_complete = complete
     with trainer.serve() as server:
@@ -259,12 +259,12 @@ def test_a_draft_that_failed_is_reported_and_no_error(
     """Staging failed on one server; the other committed the policy without its draft."""
     (_, first), (double, second) = rollouts
 
-    def complete(request: pb.CompleteSyncRequest) -> pb.CompleteSyncResponse:
+    def complete(request: pb.CompleteSyncRequest) -> pb.PublishResult:
         state = double.commit([request.policy_stage_id])
         outcome = pb.ServerOutcome(
             address=second.address, committed=True, error="draft left behind", state=state
         )
-        return pb.CompleteSyncResponse(result=pb.PublishResult(servers=[outcome]))
+        return pb.PublishResult(servers=[outcome])
 
     trainer.staging = [pb.ServerOutcome(address=first.address, error="disk full")]
     trainer.on_complete = complete
