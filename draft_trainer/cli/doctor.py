@@ -1,14 +1,17 @@
-"""``draft-trainer doctor``: why no draft is being released, and what to do about it."""
+"""``draft-trainer doctor``: why no draft is being released, and what to do about it.
+
+And the checks of ``draft-trainer serve --check``.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import grpc
 
-from draft_trainer.cli.trainer import DEFAULT_ADDRESS, Connection, File, as_dict, print_json
+from draft_trainer.cli.trainer import Connection, as_dict, print_json
 from slipstream.errors import RefusedError, clean, failure_text
 from slipstream.v1 import draft_trainer_pb2 as pb
 from slipstream.v1.console_pb2 import Diagnosis
@@ -28,44 +31,20 @@ ASK_SECONDS = 5.0
 class Doctor(Connection):
     """Say why no draft is being released, and which key to change.
 
-    Asks the running trainer. With --config it also checks the configuration: the draft, the device,
-    and that every rollout server answers and drafts as the configuration says; this works before
-    the trainer is started. Exit status 1: there is a problem.
+    Asks the running trainer; before it is started, use serve --check. Exit status 1: there is a
+    problem.
     """
 
-    config: File = None
-    """The trainer's configuration file."""
     json: bool = False
     """The findings as JSON."""
 
     def run(self) -> int:
-        found: list[Diagnosis] = []
-        address = self.address
-        if self.config is not None:
-            from draft_trainer.config_file import load_config
-            from slipstream.client import join_address
-
-            config = load_config(self.config)
-            found += check_configuration(config)
-            server = config.server
-            if address == DEFAULT_ADDRESS and server.port:
-                # gRPC listens on IPv4 too where it listens on "::"; ::1 may not exist.
-                host = "127.0.0.1" if server.host in ("0.0.0.0", "::") else server.host
-                address = join_address(host, server.port)
-        try:
-            with replace(self, address=address).trainer() as stub:
-                status = stub.GetStatus(pb.GetStatusRequest(), timeout=self.timeout)
-            if not status.diagnosis:
-                found_here, expected = (
-                    f"version {status.code_version}",
-                    "one that knows a diagnosis",
-                )
-                raise RefusedError("the trainer", found_here, expected, "update the trainer")
-            found += status.diagnosis
-        except RefusedError as error:
-            if self.config is None:
-                raise
-            found.append(_problem("trainer", error))
+        with self.trainer() as stub:
+            status = stub.GetStatus(pb.GetStatusRequest(), timeout=self.timeout)
+        found = list(status.diagnosis)
+        if not found:
+            version, expected = f"version {status.code_version}", "one that knows a diagnosis"
+            raise RefusedError("the trainer", version, expected, "update the trainer")
         if self.json:
             print_json([as_dict(one) for one in found])
         else:
