@@ -42,6 +42,16 @@ REASON_CHARACTERS = 600
 RECENT_SNAPSHOTS = 120
 THINNED_SNAPSHOTS = 400
 
+KINDS = (
+    *("trainer_started", "trainer_stopped", "training_failed", "run_opened", "policy_announced"),
+    *("gate_passed", "gate_failed", "gate_not_measured", "release_not_written"),
+    *("committed", "stage_failed", "not_committed", "rolled_back", "interrupted"),
+    *("canary_promoted", "canary_undecided", "canary_rolled_back", "rolled_back_by_hand"),
+    *("healed", "server_joined", "server_left", "server_unreachable", "server_back"),
+    *("server_not_ready", "server_ready", "speculation_off", "speculation_on"),
+)
+"""Of events; docs/operations.md says what each means."""
+
 _LOG = "number INTEGER PRIMARY KEY AUTOINCREMENT, message BLOB NOT NULL"
 _SCHEMA = (
     """CREATE TABLE promotion (
@@ -287,13 +297,6 @@ class State:
         )
 
 
-def kind_name(event: console_pb2.Event) -> str:
-    """``committed``, ``server_unreachable`` and so on; a number for a kind of a newer trainer."""
-    if event.kind not in console_pb2.EventKind.values():
-        return f"kind_{event.kind}"
-    return console_pb2.EventKind.Name(event.kind).removeprefix("EVENT_KIND_").lower()
-
-
 def described(event: console_pb2.Event) -> str:
     """What it is about, in one line for people."""
     parts = []
@@ -324,18 +327,19 @@ class Events:
 
     def note(
         self,
-        kind: console_pb2.EventKind,
+        kind: str,
         *,
         draft_version: int | None = None,
         policy_version: int | None = None,
         server: str = "",
         reason: str = "",
     ) -> None:
-        """Keep one more event, in the transaction under way if there is one.
+        """Keep one more event of ``KINDS``, in the transaction under way if there is one.
 
         A disk that is full must not keep the fleet from being rolled back: outside a transaction an
         event that cannot be written goes to the log.
         """
+        assert kind in KINDS, kind
         event = console_pb2.Event(
             time=time.time(),
             kind=kind,
@@ -357,13 +361,12 @@ class Events:
                 logger.error("%s; this event was not written: %s", error, event)
 
     def _notify(self, number: int, event: console_pb2.Event) -> None:
-        logger.info("event %d: %s: %s", number, kind_name(event), described(event))
+        logger.info("event %d: %s: %s", number, event.kind, described(event))
         self.newest = number
 
     def published(self, name: str, version: int, reason: str) -> None:
         """Something was done to the fleet."""
-        kind = getattr(console_pb2, f"EVENT_KIND_{name.upper()}")
-        self.note(kind, draft_version=version, reason=reason)
+        self.note(name, draft_version=version, reason=reason)
 
     def since(self, number: int, newest: int = 0) -> list[console_pb2.Event]:
         """Events with a higher number, at most the newest so many (0: all), oldest first.
@@ -377,14 +380,6 @@ class Events:
         return [event for _, event in found]
 
 
-_GATE_EVENTS: dict[str, console_pb2.EventKind] = {
-    "passed": console_pb2.EVENT_KIND_GATE_PASSED,
-    "failed": console_pb2.EVENT_KIND_GATE_FAILED,
-    "not_measured": console_pb2.EVENT_KIND_GATE_NOT_MEASURED,
-    "write_failed": console_pb2.EVENT_KIND_RELEASE_NOT_WRITTEN,
-}
-
-
 class GateResults:
     """The gate's newest ``GATE_RESULTS_KEPT`` results, of dropped candidates too. Thread-safe."""
 
@@ -394,12 +389,13 @@ class GateResults:
     def add(self, result: release_pb2.Verdict) -> None:
         """Keep one more, with its event. Raises RefusedError: it cannot be written."""
         against = result.trained_against_policy_version
+        unwritten = result.outcome == "write_failed"
         with self._state.transaction():
             number = self._state.append("gate_results", result)
             oldest = number - GATE_RESULTS_KEPT
             self._state.query("DELETE FROM gate_results WHERE number <= ?", oldest)
             self._state.events.note(
-                _GATE_EVENTS[result.outcome],
+                "release_not_written" if unwritten else f"gate_{result.outcome}",
                 draft_version=result.draft_version if result.HasField("draft_version") else None,
                 policy_version=(
                     against if result.HasField("trained_against_policy_version") else None

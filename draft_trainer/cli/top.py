@@ -141,15 +141,15 @@ class Events(Connection):
     """One JSON object per line."""
 
     def run(self) -> int:
-        from draft_trainer.state import described, kind_name
+        from draft_trainer.state import described
 
         at_least("--newest", self.newest, 0)
         at_least("--after", self.after, 0)
         for event in self._wanted():
             if self.json:
-                text = json.dumps({**as_dict(event), "kind": kind_name(event)}, ensure_ascii=False)
+                text = json.dumps(as_dict(event), ensure_ascii=False)
             else:
-                text = f"{when(event.time)}  {kind_name(event):22}{described(event)}".rstrip()
+                text = f"{when(event.time)}  {clean(event.kind):22}{described(event)}".rstrip()
             print(text, flush=True)
         return 0
 
@@ -234,7 +234,7 @@ class Seen:
 
 def picture(seen: Seen, servers: int = SERVERS_SHOWN) -> Group:
     """Everything on one screen, the newest event first."""
-    from draft_trainer.state import described, kind_name
+    from draft_trainer.state import described
 
     status = seen.status
     ready = sum(server.reachable and not server.state.not_ready for server in status.servers)
@@ -249,7 +249,7 @@ def picture(seen: Seen, servers: int = SERVERS_SHOWN) -> Group:
     parts += [_rule(_speed_up(status)), _figures(seen), _rule("events")]
     events = Table.grid(padding=(0, 1), pad_edge=True)
     for event in reversed(seen.events):
-        name = kind_name(event)
+        name = clean(event.kind)
         style = "red" if _names(_BAD, name) else "green" if _names(_GOOD, name) else ""
         clock = time.strftime("%H:%M:%S", time.localtime(event.time))
         cells = (Text(clock, "dim"), Text(name, f"bold {style}"), Text(described(event)))

@@ -58,7 +58,6 @@ from slipstream.guard import Guard, Limit
 from slipstream.metrics import code_version
 from slipstream.serving import GrpcServer, LoopThread, Workers
 from slipstream.shm import remove_stale
-from slipstream.v1 import console_pb2
 from slipstream.v1 import draft_trainer_pb2_grpc as pb_grpc
 
 logger = logging.getLogger(__name__)
@@ -218,7 +217,7 @@ class TrainerServer:
     def start(self) -> None:
         """Serve, train and publish until ``stop``."""
         self._status.events.note(
-            console_pb2.EVENT_KIND_TRAINER_STARTED,
+            "trainer_started",
             draft_version=self._promotions.now.promoted,
             policy_version=self._policy_version(),
             reason=f"version {code_version()}",
@@ -241,7 +240,7 @@ class TrainerServer:
 
     def _stop(self) -> bool:
         deadline = time.monotonic() + self._config.server.shutdown_timeout_s
-        self._status.events.note(console_pb2.EVENT_KIND_TRAINER_STOPPED)
+        self._status.events.note("trainer_stopped")
         # Calls in progress get half of the time; then they are cancelled.
         stopped = self._event_loop.submit(self._stop_serving(_left(deadline) / 2))
         # All are told at once: a gate or a publish under way may take the rest of the time.
@@ -271,7 +270,7 @@ class TrainerServer:
 
     def _training_died(self) -> None:
         reason = self._counters.training_error
-        self._status.events.note(console_pb2.EVENT_KIND_TRAINING_FAILED, reason=reason)
+        self._status.events.note("training_failed", reason=reason)
         self.died.set()
 
     def _open_samples(self, economy: Economy) -> None:

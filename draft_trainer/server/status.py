@@ -116,11 +116,11 @@ class FleetView:
         with self._lock:
             for address in set(self._servers) - set(states):
                 del self._servers[address]
-                self._events.note(console.EVENT_KIND_SERVER_LEFT, server=address)
+                self._events.note("server_left", server=address)
             for address, state in states.items():
                 if address not in self._servers:
                     self._servers[address] = console.ServerView(address=address)
-                    self._events.note(console.EVENT_KIND_SERVER_JOINED, server=address)
+                    self._events.note("server_joined", server=address)
                 self._saw(self._servers[address], state)
 
     def servers(self) -> list[console.ServerView]:
@@ -132,24 +132,23 @@ class FleetView:
         if isinstance(state, Failure):
             error = state.text.removeprefix(f"{server.address}: ")
             if not server.error:
-                self._note(console.EVENT_KIND_SERVER_UNREACHABLE, server, error)
+                self._note("server_unreachable", server, error)
             server.error, server.reachable = error, False
             return
         if server.error:
-            self._note(console.EVENT_KIND_SERVER_BACK, server)
+            self._note("server_back", server)
         first = not server.HasField("state")
         was_ready, drafted = not server.state.not_ready, drafts_wanted(server.state)
         server.error, server.reachable, server.seen_at = "", True, time.time()
         server.state.CopyFrom(state)
         if was_ready and state.not_ready:
-            self._note(console.EVENT_KIND_SERVER_NOT_READY, server, state.not_ready)
+            self._note("server_not_ready", server, state.not_ready)
         elif not was_ready and not state.not_ready:
-            self._note(console.EVENT_KIND_SERVER_READY, server)
+            self._note("server_ready", server)
         if not first and drafted != drafts_wanted(state):
-            on, off = console.EVENT_KIND_SPECULATION_ON, console.EVENT_KIND_SPECULATION_OFF
-            self._note(off if drafted else on, server)
+            self._note("speculation_off" if drafted else "speculation_on", server)
 
-    def _note(self, kind: console.EventKind, server: console.ServerView, reason: str = "") -> None:
+    def _note(self, kind: str, server: console.ServerView, reason: str = "") -> None:
         version = server.state.draft_version if server.HasField("state") else None
         self._events.note(kind, draft_version=version, server=server.address, reason=reason)
 
@@ -191,7 +190,7 @@ class Status:
         if client != self._client:
             self._client = client
             self.events.note(
-                console.EVENT_KIND_RUN_OPENED,
+                "run_opened",
                 policy_version=session.run.latest_policy_version,
                 reason=f"run {client[0]} by {client[1] or 'a client without a name'}",
             )
@@ -204,7 +203,7 @@ class Status:
         self.policy_clock.began(run.run_id)
         if self.policy_clock.registered(latest):
             self.counters.policy_announcements.inc()
-            self.events.note(console.EVENT_KIND_POLICY_ANNOUNCED, policy_version=latest)
+            self.events.note("policy_announced", policy_version=latest)
 
     def keep_snapshot(self) -> None:
         """Add the status to the history, and log what keeps drafts from being released."""

@@ -181,7 +181,7 @@ def _check_shape(shape: tuple[int, ...], field: str) -> None:
 
 
 SCHEMA_VERSION = 6
-"""6: ids of the draft vocabulary as a list, one answer for both calls of a sync window."""
+"""6: the draft vocabulary as ids, one answer of a sync window, the kinds of events as names."""
 
 
 def check_schema(found: int, whose: str, upgrade: str) -> None:

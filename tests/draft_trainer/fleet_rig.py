@@ -17,7 +17,7 @@ from draft_trainer.releases.fleet import Fleet
 from draft_trainer.releases.publisher import Publisher
 from draft_trainer.releases.reconcile import Reconciler
 from draft_trainer.releases.registry import Registry, open_promotions
-from slipstream.v1 import console_pb2, release_pb2
+from slipstream.v1 import release_pb2
 from tests.draft_trainer.fleet_double import RolloutDouble
 from tests.draft_trainer.rig import write_draft
 from tests.draft_trainer.synthetic import head
@@ -130,8 +130,7 @@ class Rig:
     def events(self) -> list[tuple[str, int]]:
         """Name and release of every event."""
         events = self.promotions.state.events.since(0)
-        names = (console_pb2.EventKind.Name(e.kind).removeprefix("EVENT_KIND_") for e in events)
-        return [(n.lower(), e.draft_version) for n, e in zip(names, events, strict=True)]
+        return [(event.kind, event.draft_version) for event in events]
 
     def reachable(self, index: int) -> None:
         """Until the channel to a server that was started again is up."""

@@ -199,7 +199,7 @@ def test_web_facts_are_those_of_the_trainer(live: Live) -> None:
     assert same.status == 304 and nothing == b""
     events = json.loads(get(live, "/api/events")[1])["events"]
     assert [int(event["number"]) for event in events] == list(range(1, len(events) + 1))
-    assert events[0]["kind"] == "EVENT_KIND_TRAINER_STARTED"
+    assert events[0]["kind"] == "trainer_started"
     assert answer.headers["Content-Type"] == "application/json"
 
 

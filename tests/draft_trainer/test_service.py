@@ -370,7 +370,7 @@ def test_a_slow_state_db_stalls_no_call_that_does_without_it(tmp_path: Path) -> 
             _serves(channel)
             assert not history.done() and not announced.done()
         assert announced.result().policy_version == 4
-        assert next(watch).kind == console_pb2.EVENT_KIND_TRAINER_STARTED
+        assert next(watch).kind == "trainer_started"
         assert list(history.result().verdicts) == []
 
 

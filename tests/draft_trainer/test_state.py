@@ -94,7 +94,7 @@ with state.transaction():
     assert now.in_use == {0, 2, 3, 4} and now.wanted_on("a:1") == 3 and now.wanted_on("b:1") == 2
     assert state.pins() == {1, 2}
     assert [v.reason for v in state.gate_results.newest(0)] == ["gain"]
-    assert [e.kind for e in state.events.since(0)] == [pb.EVENT_KIND_GATE_PASSED]
+    assert [e.kind for e in state.events.since(0)] == ["gate_passed"]
     assert [status.train_steps for status in state.history.snapshots()] == [4]
     state.close()
 
@@ -164,7 +164,7 @@ def test_events_are_numbered_over_restarts_bounded_and_clean(
     monkeypatch.setattr(state_module, "EVENTS_KEPT", 50)
     state = State(tmp_path)
     for number in range(60):
-        state.events.note(pb.EVENT_KIND_HEALED, reason=f"{number}\n\x1b[2J" + "x" * 5000)
+        state.events.note("healed", reason=f"{number}\n\x1b[2J" + "x" * 5000)
     state.close()
     events = State(tmp_path).events
     kept = events.since(0)
@@ -292,6 +292,20 @@ def test_damage_is_refused_by_name_with_the_next_step(tmp_path: Path, damage) ->
     assert caught.value.field == str(tmp_path / STATE_FILE)
     assert caught.value.code is StatusCode.DATA_LOSS
     assert "releases promote N --registry" in caught.value.next_step
+
+
+def test_what_an_older_trainer_wrote_is_read(tmp_path: Path) -> None:
+    """The kind of its events was a number, in field 3."""
+    state = State(tmp_path)
+    fill(state)
+    event = b"\x18\x0a" + pb.Event(draft_version=7, reason="in 18 ms").SerializeToString()
+    with state.transaction():
+        state.query("INSERT INTO events (message) VALUES (?)", event)
+    state.close()
+    state = State(tmp_path)
+    newest = state.events.since(0)[-1]
+    assert (newest.kind, newest.draft_version, newest.reason) == ("", 7, "in 18 ms")
+    state.close()
 
 
 def test_another_schema_and_a_link_are_refused(tmp_path: Path) -> None:

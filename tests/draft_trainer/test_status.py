@@ -153,11 +153,10 @@ def test_the_fleets_changes_are_events_once(tmp_path: Path) -> None:
     assert server.state.draft_version == 2
     view.looked({})
     assert view.servers() == []
-    kinds = [pb.EventKind.Name(e.kind).removeprefix("EVENT_KIND_") for e in log.since(0)]
-    assert kinds == [
-        *("SERVER_JOINED", "SERVER_UNREACHABLE", "SERVER_BACK"),
-        *("SERVER_NOT_READY", "SPECULATION_OFF", "SERVER_READY", "SPECULATION_ON"),
-        *("SERVER_UNREACHABLE", "SERVER_LEFT"),
+    assert [event.kind for event in log.since(0)] == [
+        *("server_joined", "server_unreachable", "server_back"),
+        *("server_not_ready", "speculation_off", "server_ready", "speculation_on"),
+        *("server_unreachable", "server_left"),
     ]
 
 
@@ -174,7 +173,7 @@ def test_a_server_on_which_no_draft_pays_is_ready_and_no_event(tmp_path: Path) -
         console.print(picture(Seen("a:1", TrainerStatus(servers=view.servers()))))
     assert "fleet, 1 of 1 ready" in taken.get() and "ready, no draft pays" in taken.get()
     view.looked({"a:1": off})
-    assert [e.kind for e in log.since(0)][1:] == [pb.EVENT_KIND_SPECULATION_OFF]
+    assert [e.kind for e in log.since(0)][1:] == ["speculation_off"]
     with console.capture() as taken:
         console.print(picture(Seen("a:1", TrainerStatus(servers=view.servers()))))
     assert "fleet, 1 of 1 ready" in taken.get() and "ready, drafting off" in taken.get()
@@ -196,8 +195,12 @@ def test_rates_are_those_of_the_last_minute_of_this_process() -> None:
 
 
 def test_what_others_wrote_steers_no_terminal() -> None:
-    event = pb.Event(kind=pb.EVENT_KIND_HEALED, server="a:1", reason="x\x1b[2J\ny\u202e")
+    event = pb.Event(kind="x\x1b[2J", server="a:1", reason="x\x1b[2J\ny\u202e")
     assert described(event) == r"a:1: x\x1b[2J\ny\u202e"
+    console = Console(width=160, highlight=False)
+    with console.capture() as taken:
+        console.print(picture(Seen("a:1", TrainerStatus(), events=[event])))
+    assert r"x\x1b[2J" in taken.get() and "\x1b[2J" not in taken.get()
 
 
 def test_a_full_disk_does_not_end_the_history(caplog: pytest.LogCaptureFixture) -> None:
@@ -271,5 +274,5 @@ def test_a_terminal_shows_what_is_served_and_what_it_gains() -> None:
 def test_the_log_says_what_the_events_say(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "draft_trainer.state")
     events = State(tmp_path).events
-    events.note(pb.EVENT_KIND_COMMITTED, draft_version=7, server="a:1", reason="in 18 ms")
+    events.note("committed", draft_version=7, server="a:1", reason="in 18 ms")
     assert caplog.messages == ["event 1: committed: draft 7, a:1: in 18 ms"]

@@ -123,7 +123,7 @@ function serverRow(server) {
 
 function showEvents(list) {
   const rows = list.events.slice().reverse().map((event) => {
-    const kind = event.kind.replace("EVENT_KIND_", "").toLowerCase();
+    const kind = event.kind;
     const bad = /stage_failed|training_failed|rolled_back|not_committed|unreachable|not_ready|not_written/.test(kind);
     const good = /committed|passed|promoted|healed|server_ready|server_back/.test(kind);
     const row = element("tr");
