@@ -1,6 +1,6 @@
 """state.db: everything that must survive a kill of the trainer, in one SQLite file.
 
-Pointer, intent, pins, canary trial, gate results, events and history. Changes that belong together
+Pointer, intent, canary trial, gate results, events and history. Changes that belong together
 are one transaction, on disk (synchronous=FULL) before any thread sees them: there is no intent to
 commit without its event.
 
@@ -56,7 +56,6 @@ _LOG = "number INTEGER PRIMARY KEY AUTOINCREMENT, message BLOB NOT NULL"
 _SCHEMA = (
     """CREATE TABLE promotion (
         id INTEGER PRIMARY KEY CHECK (id = 0), document TEXT NOT NULL) STRICT""",
-    "CREATE TABLE pins (draft_version INTEGER PRIMARY KEY) STRICT",
     f"CREATE TABLE gate_results ({_LOG}) STRICT",
     f"CREATE TABLE events ({_LOG}) STRICT",
     f"CREATE TABLE history ({_LOG}) STRICT",
@@ -248,17 +247,6 @@ class State:
             return [(number, kind.FromString(data)) for number, data in reversed(rows)]
         except DecodeError as error:
             raise self.damaged(f"a row that is no {kind.__name__} ({error})") from error
-
-    def pins(self) -> frozenset[int]:
-        """Releases that retention never removes."""
-        return frozenset(version for (version,) in self.query("SELECT draft_version FROM pins"))
-
-    def set_pins(self, pins: frozenset[int]) -> None:
-        """Replace them. Raises RefusedError: they cannot be written."""
-        with self.transaction():
-            self.query("DELETE FROM pins")
-            for version in pins:
-                self.query("INSERT INTO pins VALUES (?)", version)
 
     @contextmanager
     def _refusing(self) -> Iterator[None]:

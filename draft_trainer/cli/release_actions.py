@@ -1,4 +1,4 @@
-"""``draft-trainer releases promote | rollback | pin | unpin | export | import``."""
+"""``draft-trainer releases promote | rollback | export | import``."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from draft_trainer.cli.releases import (
     Verify,
     Version,
 )
-from draft_trainer.cli.trainer import Connection, Folder, as_dict, print_json
+from draft_trainer.cli.trainer import Folder, as_dict, print_json
 from slipstream.errors import RefusedError, clean
 from slipstream.hub import local_folder
 from slipstream.v1 import draft_trainer_pb2 as pb
@@ -89,31 +89,6 @@ def _report(result: pb.PublishResult, as_json: bool) -> int:
             error = f"; {clean(server.error)}" if server.error else ""
             print(f"  {clean(server.address)}: {serves}{error}")
     return 1 if any(server.error for server in result.servers) else 0
-
-
-@dataclass(frozen=True, kw_only=True)
-class Pin(Connection):
-    """Keep a release regardless of draft.keep_releases and draft.keep_bytes, across restarts."""
-
-    version: Version
-    """Draft version of the release."""
-    json: bool = False
-    """The answer as JSON."""
-
-    def run(self) -> int:
-        request = pb.PinReleaseRequest(draft_version=self.version, pinned=type(self) is Pin)
-        with self.trainer() as stub:
-            use = stub.PinRelease(request, timeout=self.timeout)
-        if self.json:
-            print_json(as_dict(use))
-        else:
-            print(f"draft {use.draft_version} is kept as: {', '.join(use.kept_as) or 'nothing'}")
-        return 0
-
-
-@dataclass(frozen=True, kw_only=True)
-class Unpin(Pin):
-    """Apply draft.keep_releases and draft.keep_bytes to a release again."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -279,8 +254,6 @@ class Releases:
         | Annotated[Verify, subcommand("verify")]
         | Annotated[Promote, subcommand("promote")]
         | Annotated[Rollback, subcommand("rollback")]
-        | Annotated[Pin, subcommand("pin")]
-        | Annotated[Unpin, subcommand("unpin")]
         | Annotated[Export, subcommand("export")]
         | Annotated[Import, subcommand("import")]
     )

@@ -293,27 +293,10 @@ class Registry:
         with self._lock:
             return frozenset(self._busy)
 
-    def pin(self, version: int, pinned: bool) -> None:
-        """Spare a release from ``prune``, or no longer; survives restarts.
-
-        Raises:
-            RefusedError: no such release, another process writes the registry, or the disk is full.
-        """
-        with self.writing() as state:
-            self.path(version)
-            # Pins of releases that were removed by hand go with the next change.
-            pins = state.pins() & set(self.versions())
-            state.set_pins(pins | {version} if pinned else pins - {version})
-
-    def pins(self) -> frozenset[int]:
-        """The pinned releases."""
-        with self.reading() as state:
-            return state.pins()
-
     def prune(
         self, keep: int, protect: Callable[[], Collection[int]], keep_bytes: int | None = None
     ) -> tuple[int, ...]:
-        """Remove the oldest releases; never one that is served, pinned, busy or the newest.
+        """Remove the oldest releases; never one that is in use, busy or the newest.
 
         Args:
             keep: releases beyond the newest so many go; at least 1.
@@ -330,7 +313,7 @@ class Registry:
             # Neither the pointer moves nor does a release come into use meanwhile.
             with state.lock, self._lock:
                 sizes = {version: self.nbytes(version) for version in self.versions()}
-                spared = {*protect(), *state.pins(), *self._busy, max(sizes, default=0)}
+                spared = {*protect(), *self._busy, max(sizes, default=0)}
                 promotion = read_promotion(state)
                 spared |= frozenset() if promotion is None else promotion.in_use
                 total = sum(sizes.values())

@@ -41,7 +41,7 @@ def list_uses(registry: Registry, parent: int | None = None) -> list[release_pb2
         parent: the release that training goes on from, if one runs.
     """
     with registry.reading() as state:
-        now, pins = read_promotion(state), state.pins()
+        now = read_promotion(state)
     versions = registry.versions()
     reasons: dict[str, Collection[int | None]] = {}
     if now is not None:
@@ -56,7 +56,6 @@ def list_uses(registry: Registry, parent: int | None = None) -> list[release_pb2
         "parent": {parent},
         "initial": {0},
         "newest": {*versions[-1:]},
-        "pinned": {*pins},
         "busy": {*registry.busy()},
     }
     uses = []

@@ -33,7 +33,7 @@ from slipstream.guard import CHUNK_MESSAGE_BYTES, Limit
 from slipstream.layers import encode_layers
 from slipstream.serving import Workers, blocking
 from slipstream.tensors import SCHEMA_VERSION, Framed, check_schema, chunks_of, unframe
-from slipstream.v1 import console_pb2, draft_trainer_pb2, release_pb2, tensor_pb2
+from slipstream.v1 import console_pb2, draft_trainer_pb2, tensor_pb2
 from slipstream.v1 import draft_trainer_pb2 as pb
 from slipstream.v1 import draft_trainer_pb2_grpc as pb_grpc
 
@@ -252,17 +252,6 @@ class DraftTrainerService(pb_grpc.DraftTrainerServicer):
         roll_back, until = self.publisher.roll_back, answer_by(context)
         published = await self.workers.run(roll_back, request.reason, None, until)
         return result_message(published)
-
-    async def PinRelease(
-        self, request: pb.PinReleaseRequest, context: ServicerContext
-    ) -> release_pb2.ReleaseUse:
-        return await self.workers.run(self._pin, request)
-
-    def _pin(self, request: pb.PinReleaseRequest) -> release_pb2.ReleaseUse:
-        version = request.draft_version
-        self.registry.pin(version, request.pinned)
-        uses = list_uses(self.registry, self.retention.parent())
-        return next(use for use in uses if use.draft_version == version)
 
     async def ImportRelease(
         self, request_iterator: AsyncIterator[pb.ImportReleaseRequest], context: ServicerContext

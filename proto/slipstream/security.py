@@ -54,7 +54,7 @@ METHODS: Mapping[str, Role | None] = {
         "DraftTrainer",
         feed="OpenRun StreamStates AnnouncePolicy PrepareSync CompleteSync",
         observe="ListReleases FetchRelease GetStatus GetHistory WatchEvents",
-        operate="PromoteRelease RollBackRelease PinRelease ImportRelease",
+        operate="PromoteRelease RollBackRelease ImportRelease",
     ),
     **_methods(
         "RolloutServer",

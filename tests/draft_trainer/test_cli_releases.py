@@ -68,13 +68,12 @@ def folder(tmp_path: Path) -> Path:
 def test_list_and_show_offline(folder: Path, capsys: Capture) -> None:
     promote_offline(Registry(folder), 0, pin=False)
     promote_offline(Registry(folder), 1, pin=False)
-    Registry(folder).pin(1, True)
     before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
     code, listed = as_json(capsys, "list", "--registry", folder)
     assert code == 0 and isinstance(listed, list)
     assert [one["draft_version"] for one in listed] == ["0", "1", "2"]
     assert listed[0]["use"]["kept_as"] == ["previous", "initial"]
-    assert listed[1]["use"]["kept_as"] == ["promoted", "served", "pinned"]
+    assert listed[1]["use"]["kept_as"] == ["promoted", "served"]
     assert listed[2]["use"]["kept_as"] == ["newest"]
     code, text = run(capsys, "list", "--registry", folder)
     rows = [line.split() for line in text.splitlines()]
@@ -201,9 +200,7 @@ def test_a_folder_that_a_trainer_holds(tmp_path: Path, capsys: Capture) -> None:
         rows = [line.split() for line in run(capsys, "list", *at)[1].splitlines()]
         assert [row[:2] for row in rows[1:]] == [["0", "initial"], ["1", "imported"]]
         assert rows[1][-4:] == ["promoted,", "served,", "parent,", "initial"]
-        assert run(capsys, "pin", 1, *at) == (0, "draft 1 is kept as: newest, pinned\n")
-        assert run(capsys, "unpin", 1, *at) == (0, "draft 1 is kept as: newest\n")
-        assert "expected one of [0, 1]" in refused(capsys, "pin", 5, *at)
+        assert "expected one of [0, 1]" in refused(capsys, "promote", 5, *at)
         assert run(capsys, "verify", *at) == (0, "draft 0: sound\ndraft 1: sound\n")
         assert as_json(capsys, "verdicts", *at) == (0, [])
         assert run(capsys, "export", 1, tmp_path / "exported", *at)[0] == 0
@@ -223,7 +220,7 @@ def test_a_folder_that_a_trainer_holds(tmp_path: Path, capsys: Capture) -> None:
 
 def test_every_command_explains_itself(capsys: Capture) -> None:
     commands = (
-        *("list", "show", "promote", "rollback", "pin", "unpin"),
+        *("list", "show", "promote", "rollback"),
         *("export", "import", "verify", "verdicts"),
     )
     with pytest.raises(SystemExit):
@@ -235,10 +232,8 @@ def test_every_command_explains_itself(capsys: Capture) -> None:
             main(["releases", command, "--help"])
         text = capsys.readouterr().out
         assert caught.value.code == 0
-        for option in ("--json", "--address HOST:PORT", "--timeout S"):
+        for option in ("--json", "--address HOST:PORT", "--timeout S", "--registry DIR"):
             assert option in text, command
-        offline = command not in ("pin", "unpin")
-        assert ("--registry DIR" in text) == offline, command
 
 
 def test_a_damaged_promoted_release_is_replaced_offline(tmp_path: Path, capsys: Capture) -> None:

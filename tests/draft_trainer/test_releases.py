@@ -16,6 +16,7 @@ import torch
 
 import slipstream
 from draft_trainer.drafters.eagle3.checkpoint import Eagle3
+from draft_trainer.releases.promotions import Promotions, Trial
 from draft_trainer.releases.registry import Registry, newest_own
 from slipstream.errors import RefusedError, StatusCode
 from slipstream.v1 import release_pb2
@@ -93,6 +94,7 @@ def test_a_half_written_release_is_never_listed(
 WRITER = """
 import sys
 from pathlib import Path
+from draft_trainer.releases.promotions import Promotions, Trial
 from draft_trainer.releases.registry import Registry
 from tests.draft_trainer.registry_rig import create
 registry = Registry(Path(sys.argv[1]))
@@ -120,7 +122,6 @@ def test_one_process_writes_and_others_read(tmp_path: Path) -> None:
             assert other.stdout is not None and other.stdout.readline() == "ready\n"
             writes: list[Callable[[], object]] = [
                 lambda: create(registry),
-                lambda: registry.pin(0, True),
                 lambda: registry.prune(1, tuple),
                 registry.remove_leftovers,
                 registry.hold,
@@ -157,28 +158,36 @@ def test_prune_keeps_the_newest_and_the_protected(tmp_path: Path) -> None:
         registry.prune(0, set)
 
 
-def test_prune_by_bytes_pins_and_use(tmp_path: Path) -> None:
+def test_prune_by_bytes_and_use(tmp_path: Path) -> None:
     registry = Registry(tmp_path)
     for seed in range(6):
         create(registry, seed)
     size = registry.nbytes(3)
     assert size > registry.get(3).weights_bytes
-    registry.pin(1, True)
-    with registry.using(2):
+    with registry.using(1), registry.using(2):
         # Six are there, room is for three and a half: the three oldest that may go, go.
         assert registry.prune(16, lambda: {0}, keep_bytes=size * 7 // 2) == (3, 4)
-        assert registry.busy() == {2}
+        assert registry.busy() == {1, 2}
     assert registry.busy() == frozenset()
-    # A pin outlives the process that made it.
-    again = Registry(tmp_path)
-    assert again.pins() == {1}
-    assert again.prune(1, tuple, keep_bytes=1) == (0, 2)
-    again.pin(1, False)
-    assert again.prune(1, tuple, keep_bytes=1) == (1,)
     # The newest stays, whatever the bounds.
-    assert again.versions() == (5,)
-    with pytest.raises(RefusedError, match="draft_version"):
-        again.pin(1, True)
+    assert registry.prune(1, tuple, keep_bytes=1) == (0, 1, 2)
+    assert registry.versions() == (5,)
+
+
+def test_prune_keeps_what_the_fleet_may_be_put_on(tmp_path: Path) -> None:
+    registry = Registry(tmp_path)
+    for seed in range(7):
+        create(registry, seed)
+    with registry.writing() as state:
+        promotions = Promotions(state, registry.get)
+        for good in (0, 1):
+            promotions.serves(good)
+        promotions.on_trial(Trial(3, 1, ("a:1",)))
+        promotions.promote(4, pin=True)
+        promotions.intends(5)
+    # A registry that is opened again: only the newest, 6, is kept for its number.
+    assert Registry(tmp_path).prune(1, tuple, keep_bytes=1) == (2,)
+    assert registry.versions() == (0, 1, 3, 4, 5, 6)
 
 
 def test_what_cannot_be_removed_keeps_nothing_else_and_is_tried_again(

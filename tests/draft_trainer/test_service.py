@@ -210,10 +210,9 @@ def test_what_may_go_goes_at_the_start_and_where_a_release_does_not_fit(
         assert registry.versions() == (0, 3, 4)
         for seed in range(3):
             create(registry, seed)
-        registry.pin(5, pinned=True)
-        server.loop.candidates.retention.apply()
+        with registry.using(5):
+            server.loop.candidates.retention.apply()
         assert registry.versions() == (0, 4, 5, 6, 7)
-        registry.pin(5, pinned=False)
 
         def full(*_: object) -> None:
             raise OSError(errno.ENOSPC, "No space left on device")

@@ -47,7 +47,6 @@ def fill(state: State) -> None:
     promotions.serves(2)
     promotions.on_trial(TRIAL, FIGURES)
     promotions.intends(4)
-    state.set_pins(frozenset({1, 2}))
     state.gate_results.add(release_pb2.Verdict(outcome="passed", draft_version=3, reason="gain"))
     state.history.add(draft_trainer_pb2.TrainerStatus(train_steps=4))
 
@@ -81,7 +80,7 @@ from tests.draft_trainer.test_state import fill
 state = State(Path(sys.argv[1]))
 fill(state)
 with state.transaction():
-    state.set_pins(frozenset())
+    state.query("DELETE FROM gate_results")
     state.events.published("healed", 1, "never")
     os.kill(os.getpid(), signal.SIGKILL)
 """
@@ -92,7 +91,6 @@ with state.transaction():
     assert (now.promoted, now.live, now.good, now.intent) == (0, 2, (0, 2), 4)
     assert (now.trial, now.figures, now.canaries) == (TRIAL, FIGURES, ("a:1",))
     assert now.in_use == {0, 2, 3, 4} and now.wanted_on("a:1") == 3 and now.wanted_on("b:1") == 2
-    assert state.pins() == {1, 2}
     assert [v.reason for v in state.gate_results.newest(0)] == ["gain"]
     assert [e.kind for e in state.events.since(0)] == ["gate_passed"]
     assert [status.train_steps for status in state.history.snapshots()] == [4]
@@ -206,7 +204,7 @@ def test_gate_results_and_history_are_bounded(state: State) -> None:
 
 def test_readers_share_the_file_with_the_one_writer(tmp_path: Path) -> None:
     empty = State(tmp_path, write=False)
-    assert read_promotion(empty) is None and empty.pins() == frozenset()
+    assert read_promotion(empty) is None and empty.events.since(0) == []
     assert list(tmp_path.iterdir()) == []
     writer = State(tmp_path)
     fill(writer)
@@ -217,12 +215,12 @@ def test_readers_share_the_file_with_the_one_writer(tmp_path: Path) -> None:
     one, two = State(tmp_path, write=False), State(tmp_path, write=False)
     assert read_promotion(one) == read_promotion(two) == read_promotion(writer)
     with pytest.raises(RefusedError), one.transaction():
-        one.set_pins(frozenset())
+        Promotions(one, lambda version: None).intends(7)
     two.close()
     after = (tmp_path / STATE_FILE).stat()
     assert (before.st_mtime_ns, before.st_size) == (after.st_mtime_ns, after.st_size)
-    writer.set_pins(frozenset({7}))
-    assert one.pins() == {7}
+    Promotions(writer, lambda version: None).intends(7)
+    assert read_promotion(one) == read_promotion(writer)
     one.close()
     writer.close()
     State(tmp_path).close()
@@ -295,11 +293,13 @@ def test_damage_is_refused_by_name_with_the_next_step(tmp_path: Path, damage) ->
 
 
 def test_what_an_older_trainer_wrote_is_read(tmp_path: Path) -> None:
-    """The kind of its events was a number, in field 3."""
+    """It had a table of pins, and the kind of its events was a number, in field 3."""
     state = State(tmp_path)
     fill(state)
     event = b"\x18\x0a" + pb.Event(draft_version=7, reason="in 18 ms").SerializeToString()
     with state.transaction():
+        state.query("CREATE TABLE pins (draft_version INTEGER PRIMARY KEY) STRICT")
+        state.query("INSERT INTO pins VALUES (7)")
         state.query("INSERT INTO events (message) VALUES (?)", event)
     state.close()
     state = State(tmp_path)

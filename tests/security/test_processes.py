@@ -276,7 +276,7 @@ def test_roles_are_kept_apart(site: Site) -> None:
     calls = {
         "feed": ("OpenRun", trainer_pb.OpenRunRequest(run_id="other")),
         "observe": ("GetStatus", trainer_pb.GetStatusRequest()),
-        "operate": ("PinRelease", trainer_pb.PinReleaseRequest(draft_version=0, pinned=True)),
+        "operate": ("PromoteRelease", trainer_pb.PromoteReleaseRequest(draft_version=0, pin=True)),
     }
     granted = {"feed": {"feed", "observe"}, "observe": {"observe"}}
     granted["operate"] = {"operate", "observe"}
