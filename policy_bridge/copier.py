@@ -186,6 +186,9 @@ class Copier:
 
     def _run(self) -> None:
         try:
+            if self._stream is not None:
+                # Else leaving the stream goes back to GPU 0, and makes a context there.
+                torch.cuda.set_device(self._stream.device)
             while (taken := self._next()) is not None:
                 job, nbytes = taken
                 try:

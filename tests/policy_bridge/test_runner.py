@@ -163,8 +163,11 @@ def test_on_a_device_nothing_waits_but_the_side(monkeypatch: pytest.MonkeyPatch)
 
     assert runner.submit(choose, copy)
     assert runner.wait_idle(DEADLINE)
-    assert streams.noted == [
-        ("record on policy", True),
+    assert streams.noted[0] == ("record on policy", True)
+    assert streams.noted[1:] == [
+        # Its own, before it enters a stream: a thread begins on GPU 0.
+        ("set device cuda:1", False),
+        ("enter a stream of cuda:1", False),
         ("wait for event", False),
         ("choose", False),
         ("copy", False),

@@ -6,7 +6,7 @@ import itertools
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -130,12 +130,15 @@ class Streams:
         self._caller = threading.get_ident()
         policy = SimpleNamespace(name="policy")
         side = SimpleNamespace(
-            device="cuda:0",
+            device="cuda:1",
             wait_event=lambda event: self.note(f"wait for {event.name}"),
             synchronize=lambda: self.note("synchronize"),
         )
         monkeypatch.setattr(torch.cuda, "Stream", lambda device: side)
-        monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+        monkeypatch.setattr(torch.cuda, "stream", self._enter)
+        monkeypatch.setattr(
+            torch.cuda, "set_device", lambda device: self.note(f"set device {device}")
+        )
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device: policy)
         monkeypatch.setattr(torch.cuda, "Event", self._event)
 
@@ -147,6 +150,10 @@ class Streams:
 
     def note(self, what: str) -> None:
         self.noted.append((what, threading.get_ident() == self._caller))
+
+    def _enter(self, stream: SimpleNamespace) -> AbstractContextManager[None]:
+        self.note(f"enter a stream of {stream.device}")
+        return nullcontext()
 
     def _event(self) -> SimpleNamespace:
         return SimpleNamespace(name="event", record=lambda on: self.note(f"record on {on.name}"))
