@@ -40,8 +40,8 @@ class LocalTrainer(AbstractContextManager["LocalTrainer"]):
         releases: folder of the releases.
 
     Raises:
-        RefusedError: the configuration or the draft cannot be used, or this process is one of
-            several ranks; nothing is left running.
+        RefusedError: the configuration or the draft cannot be used, it bounds this process's GPU
+            memory, or this process is one of several ranks; nothing is left running.
     """
 
     def __init__(
@@ -64,6 +64,13 @@ class LocalTrainer(AbstractContextManager["LocalTrainer"]):
                 own["registry"] = str(Path(state) / "releases")
             settings = parse_config(sections)
             training = settings.training
+            if training.gpu_memory_fraction < 1.0:
+                raise RefusedError(
+                    "training.gpu_memory_fraction",
+                    training.gpu_memory_fraction,
+                    "1: it would bound the policy too, which is in this process",
+                    "leave it out, or start draft-trainer serve",
+                )
             owned.enter_context(using_kernels(training.cpu_kernels))
             ranks = Ranks.join(training.rank_timeout_s, training.device)
             trainer = TrainerServer(settings, ranks)

@@ -89,9 +89,10 @@ class Ranks:
             local = _variable("LOCAL_RANK") if size > 1 else 0
             check_gpu(local)
             device = torch.device("cuda", local)
-            torch.cuda.set_device(device)
         if size == 1:
             return cls(device=device)
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
         rank = _variable("RANK")
         if not dist.is_initialized():
             # Small exchanges stay with gloo: they must not wait for what the GPU has queued.

@@ -127,6 +127,13 @@ def test_one_of_several_ranks_is_refused(draft_dir: Path, monkeypatch: pytest.Mo
         LocalTrainer(draft_dir)
 
 
+def test_a_bound_on_the_policys_own_process_is_refused(draft_dir: Path, state: Path) -> None:
+    bounded = {"training": {"gpu_memory_fraction": 0.5}}
+    with pytest.raises(RefusedError, match=r"gpu_memory_fraction: found 0\.5.*draft-trainer serve"):
+        LocalTrainer(draft_dir, bounded)
+    assert list(state.iterdir()) == []
+
+
 def test_the_notebook_runs_and_its_newest_release_follows(
     state: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -15,6 +15,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 
 from draft_trainer.counters import Counters
@@ -359,3 +360,19 @@ def test_alone_where_the_environment_says_nothing(monkeypatch: pytest.MonkeyPatc
         monkeypatch.setenv("WORLD_SIZE", "1")
         with pytest.raises(RefusedError, match=r"training\.device: .* torch sees no GPU"):
             Ranks.join(5.0, "cuda")
+
+
+def test_only_a_rank_among_several_chooses_the_gpu_of_its_caller(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    chosen: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    assert Ranks.join(5.0, "cuda").device == torch.device("cuda", 0)
+    assert chosen == []
+    for name, value in (("WORLD_SIZE", "2"), ("RANK", "1"), ("LOCAL_RANK", "1")):
+        monkeypatch.setenv(name, value)
+    assert Ranks.join(5.0, "cuda").device == torch.device("cuda", 1)
+    assert chosen == [torch.device("cuda", 1)]
