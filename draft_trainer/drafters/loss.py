@@ -260,10 +260,12 @@ def chunks(count: int, row_bytes: int, like: Tensor) -> Iterator[slice]:
     if not like.is_cpu:
         most = _GPU_CHUNK_BYTES
         if like.is_cuda:
-            free, _ = torch.cuda.mem_get_info(like.device)
-            unused = torch.cuda.memory_reserved(like.device) - torch.cuda.memory_allocated(
-                like.device
-            )
+            free, total = torch.cuda.mem_get_info(like.device)
+            reserved = torch.cuda.memory_reserved(like.device)
+            # Before torch 2.7 the process's share cannot be asked for.
+            share = getattr(torch.cuda, "get_per_process_memory_fraction", lambda _: 1.0)
+            free = min(free, int(share(like.device) * total) - reserved)
+            unused = reserved - torch.cuda.memory_allocated(like.device)
             # In float32 beside them: what is made of the logits.
             most = min(most, (free + unused) // 8)
     size = max(1, most // row_bytes)

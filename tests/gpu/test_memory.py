@@ -13,6 +13,7 @@ import torch
 from draft_trainer.config import TrainingConfig
 from draft_trainer.counters import Counters, total
 from draft_trainer.drafters.batch import Batch
+from draft_trainer.drafters.loss import chunks
 from draft_trainer.releases.gate import PASS_TOKENS, Gate
 from draft_trainer.training import learner as learner_module
 from draft_trainer.training.learner import DEVICE_MEMORY, Learner
@@ -132,3 +133,19 @@ def test_the_gate_asks_for_half_and_then_passes_nothing(
 
     assert gate._with_room(measured) == outcome
     assert counters.device_memory.labels("gate")._value.get() == count
+
+
+def test_chunks_keep_within_the_processs_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    device, gib = torch.device("cuda", 0), 1 << 30
+    for name, found in (
+        ("mem_get_info", (60 * gib, 80 * gib)),
+        ("memory_reserved", 7 * gib),
+        ("memory_allocated", 6 * gib),
+        ("get_per_process_memory_fraction", 0.1),
+    ):
+        monkeypatch.setattr(torch.cuda, name, lambda of, found=found: found)
+    like: Any = SimpleNamespace(is_cpu=False, is_cuda=True, device=device)
+    # Of 8 GiB one is not taken yet, and one is taken and unused: an eighth of both.
+    assert next(chunks(1 << 20, 1 << 20, like)) == slice(0, 256)
+    monkeypatch.delattr(torch.cuda, "get_per_process_memory_fraction")
+    assert next(chunks(1 << 20, 1 << 20, like)) == slice(0, 512)
