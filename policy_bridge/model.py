@@ -119,8 +119,10 @@ class PolicyModules:
         policy: the same without wrappers.
         decoder: owner of the decoder layers; its call marks the start of a forward pass.
         layers: the decoder layers.
-        lm_head: the output projection, weight [vocab, hidden].
-        embed_tokens: the input embeddings, weight [vocab, hidden].
+        lm_head: the output projection.
+        embed_tokens: the input embeddings.
+        head_shape: of lm_head's weight, [vocab, hidden], as found.
+        embed_shape: of the embeddings' weight, [vocab, hidden], as found.
         final_norm: when set, its output is the final hidden state.
         form: what the policy does to lm_head's output.
         shards: every parameter of a policy that is spread over ranks (FSDP2), as this rank
@@ -133,6 +135,8 @@ class PolicyModules:
     layers: tuple[nn.Module, ...]
     lm_head: nn.Module
     embed_tokens: nn.Module
+    head_shape: torch.Size
+    embed_shape: torch.Size
     final_norm: nn.Module | None
     form: LogitForm
     shards: tuple[torch.Tensor, ...]
@@ -155,12 +159,25 @@ class PolicyModules:
     @property
     def hidden_size(self) -> int:
         """H, columns of lm_head."""
-        return int(self.head_weight.shape[1])
+        return self.head_shape[1]
 
     @property
     def vocab_size(self) -> int:
         """Rows of lm_head."""
-        return int(self.head_weight.shape[0])
+        return self.head_shape[0]
+
+    def check_unsharded(self) -> None:
+        """Raise RefusedError unless lm_head and the embeddings are whole, as they were found."""
+        for name, weight, shape in (
+            ("lm_head", self.head_weight, self.head_shape),
+            ("embed_tokens", self.embed_weight, self.embed_shape),
+        ):
+            # ZeRO-3 and FSDP1 leave other shapes behind, or the shape without its memory.
+            if is_sharded(weight) or weight.shape != shape or not weight.untyped_storage().nbytes():
+                found = f"{name} {list(weight.shape)}, sharded after the bridge was built"
+                expected = f"the whole {list(shape)}"
+                step = "call fully_shard before that; ZeRO-3 and FSDP1 cannot be captured"
+                raise RefusedError("model", found, expected, step)
 
     def spec(self, model_name: str) -> pb.PolicySpec:
         """What OpenRun tells the trainer of this policy."""
@@ -303,9 +320,8 @@ def find_modules(
             raise RefusedError(f"modules.{name}", found, "a plain module", step)
         weight = getattr(part, "weight", None)
         if not isinstance(weight, torch.Tensor) or weight.dim() != 2:
-            raise RefusedError(
-                f"modules.{name}", type(part).__name__, "a weight [vocab, hidden]", "fix the path"
-            )
+            expected, step = "a weight [vocab, hidden]", "fix the path; ZeRO-3 cannot be captured"
+            raise RefusedError(f"modules.{name}", type(part).__name__, expected, step)
     parents = layers_path.split(".")[:-1]
     around = [owner.get_submodule(".".join(parents[:depth])) for depth in range(len(parents) + 1)]
     _refuse_compiled([*inside[: inside.index(owner)], *around])
@@ -319,6 +335,8 @@ def find_modules(
         layers=layers,
         lm_head=lm_head,
         embed_tokens=embed_tokens,
+        head_shape=cast(torch.Tensor, lm_head.weight).shape,
+        embed_shape=cast(torch.Tensor, embed_tokens.weight).shape,
         final_norm=norm,
         form=form_of(inside[-1], logit_scale, logit_soft_cap),
         shards=tuple(model.parameters()) if sharded else (),

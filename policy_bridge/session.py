@@ -381,9 +381,8 @@ class PolicyMatrices:
                     "in bridge.sync. Next step: free memory before it, or set bytes_per_step = 0 "
                     "on every rank"
                 ) from error
-        elif is_sharded(head) or is_sharded(embed):
-            found, step = "sharded after the bridge was built", "call fully_shard before that"
-            raise RefusedError("model", found, "sharded before it", step)
+        else:
+            modules.check_unsharded()
         if session is None:
             return None
         ids = session.draft_vocab_ids

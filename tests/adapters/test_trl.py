@@ -6,16 +6,19 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
+from functools import partial
 from inspect import getsource, signature
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel, Trainer
 
 pytest.importorskip("trl")
 
+from accelerate import Accelerator, DistributedType
 from trl import GRPOConfig, GRPOTrainer
 
 from examples.arithmetic_grpo.processes import Services
@@ -24,7 +27,7 @@ from examples.local_services import draft_trainer
 from examples.trl_grpo.train import grpo_trainer, open_bridge
 from policy_bridge import PolicyBridge
 from policy_bridge.adapters.completions import Completion, CompletionsClient
-from policy_bridge.adapters.trl import TrlRollouts
+from policy_bridge.adapters.trl import TrlRollouts, whole_policy
 from slipstream.client import open_channel
 from slipstream.v1 import draft_trainer_pb2 as pb
 from slipstream.v1 import draft_trainer_pb2_grpc as pb_grpc
@@ -55,12 +58,33 @@ def test_what_the_adapter_hooks_into_is_in_this_trl() -> None:
     assert "self.rollout_func(prompts, self)" in generate
     log_probs = getsource(GRPOTrainer._get_per_token_logps_and_entropies)
     assert "labels=labels, fused_lm_head=True" in log_probs and "outputs.log_probs" in log_probs
+    assert "self.is_deepspeed_enabled = " in getsource(Trainer.create_accelerator_and_postprocess)
     settings = {field.name for field in fields(GRPOConfig)}
     assert settings >= {
         *("per_device_train_batch_size", "temperature", "top_p", "top_k", "min_p"),
         *("repetition_penalty", "max_completion_length", "generation_kwargs"),
         *("chat_template_kwargs", "steps_per_generation", "beta"),
     }
+
+
+def test_zero_3_is_asked_through_its_engine() -> None:
+    weights = {"lm_head.weight": torch.ones(2, 2)}
+    accelerator = SimpleNamespace(
+        distributed_type=DistributedType.DEEPSPEED,
+        deepspeed_config={"zero_optimization": {"stage": 3}},
+    )
+    accelerator.get_state_dict = partial(Accelerator.get_state_dict, accelerator)
+    engine = SimpleNamespace(zero_gather_16bit_weights_on_model_save=lambda: True)
+    trainer = SimpleNamespace(
+        accelerator=accelerator,
+        is_deepspeed_enabled=True,
+        model=torch.nn.Linear(1, 1),
+        model_wrapped=engine,
+    )
+    # To every rank but the first the engine gives none.
+    for gathered, expected in ((weights, weights), (None, {})):
+        engine._zero3_consolidated_16bit_state_dict = lambda given=gathered: given
+        assert whole_policy(trainer) == expected
 
 
 def load_policy(policy_dir: Path) -> PreTrainedModel:

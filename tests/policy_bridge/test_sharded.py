@@ -28,7 +28,7 @@ from policy_bridge.sync import policy_tensors
 from slipstream.errors import RefusedError
 from slipstream.logits import LogitForm
 
-from .conftest import Connect, batch, make_model, ship, sync
+from .conftest import HIDDEN, VOCAB, Connect, batch, make_model, ship, sync
 from .doubles import DEADLINE, FakeTrainer
 from .test_models import check_states, qwen3
 from .test_peft import adapted
@@ -83,6 +83,45 @@ def test_what_cannot_be_captured_or_pushed_is_refused_by_name(one_rank: None) ->
         )
     with pytest.raises(RefusedError, match="merge the adapters"):
         policy_tensors(adapted(target_modules=["q_proj"]), "")
+
+
+def nothing(weight: torch.nn.Parameter) -> None:
+    """As DeepSpeed ZeRO-3, between the passes."""
+    weight.data = torch.empty(0)
+
+
+def a_shard(weight: torch.nn.Parameter) -> None:
+    """As FSDP1 with ``use_orig_params``."""
+    weight.data = weight.data.flatten()[:7].clone()
+
+
+def no_memory(weight: torch.nn.Parameter) -> None:
+    """As FSDP1 without."""
+    weight.untyped_storage().resize_(0)
+
+
+@pytest.mark.parametrize("shard", [nothing, a_shard, no_memory])
+@pytest.mark.parametrize("lead", [True, False])
+def test_a_policy_that_loses_its_lm_head_turns_capture_off(
+    trainer: FakeTrainer, connect: Connect, shard: Callable[[torch.nn.Parameter], None], lead: bool
+) -> None:
+    model = make_model()
+    bridge = connect(model=model)
+    shard(model.lm_head.weight)
+    sync(bridge, 1, lead=lead)
+    assert bridge.policy_version == 1
+    reason = bridge.stats().capture_off_reason
+    assert reason.startswith(f"model: found lm_head {list(model.lm_head.weight.shape)}, sharded")
+    assert "ZeRO-3 and FSDP1 cannot be captured" in reason
+    assert isinstance(bridge.capture(), NullCapture)
+
+
+def test_a_run_is_opened_with_the_shapes_that_were_found() -> None:
+    model = make_model()
+    modules = find_modules(model, ModulePaths())
+    nothing(model.lm_head.weight)
+    spec = modules.spec("")
+    assert (spec.vocab_size, spec.hidden_size) == (VOCAB, HIDDEN)
 
 
 @pytest.mark.parametrize(
