@@ -22,7 +22,7 @@ from policy_bridge.fleet import RolloutFleet
 from policy_bridge.guard import CaptureGuard, Cause, check_temperature, thread_ended
 from policy_bridge.model import WeightWatch, find_modules
 from policy_bridge.outbox import Outbox
-from policy_bridge.selection import bytes_per_token
+from policy_bridge.selection import Spent, bytes_per_token
 from policy_bridge.session import PolicyMatrices, PolicySnapshot, Session
 from policy_bridge.stats import BridgeStats, Counters, SyncResult, flat, flat_status
 from policy_bridge.sync import NullSyncWindow, PolicySyncError, SyncWindow, TrainerProbe
@@ -137,8 +137,8 @@ class PolicyBridge(AbstractContextManager["PolicyBridge"]):
         # Unique over processes and restarts that continue one run.
         prefix, numbers = uuid.uuid4().hex[:12], itertools.count()
         self._next_id = lambda: f"{prefix}-{next(numbers)}"
-        # Tokens that were chosen before the version that was synced last.
-        self._chosen = 0
+        # Of the version that was synced last.
+        self._spent = Spent()
         self._probed = False
         self._weights = WeightWatch()
         self._last_sync: SyncResult | None = None
@@ -245,8 +245,9 @@ class PolicyBridge(AbstractContextManager["PolicyBridge"]):
                 optimizer step.
 
         Returns:
-            ``Capture``; or a ``NullCapture`` while capture is off, and where a trainer that does
-            not train has most of what it has a use for of this version.
+            ``Capture``; or a ``NullCapture`` while capture is off, and where the windows of this
+            version have chosen what ``config.bytes_per_step`` allows, or what a trainer that does
+            not train has a use for.
 
         Raises:
             RefusedError: a closed bridge, or (strict) a bad argument, no ``sync`` yet, or what
@@ -374,7 +375,8 @@ class PolicyBridge(AbstractContextManager["PolicyBridge"]):
         self._counters.add(syncs=1, servers_left_out=len(result.left_out))
         if result.left_out:
             logger.warning("rollout servers are left out: %s", dict(result.left_out))
-        self._chosen = self._counters.chosen_tokens
+        # Another one: what is chosen late, of a window before, is of the version before.
+        self._spent = Spent()
         self._guard.synced(result.policy_version, session if snapshot is not None else None)
         if self._modules is not None:
             # Taken now: merging adapters inside the window is part of the sync.
@@ -430,15 +432,14 @@ class PolicyBridge(AbstractContextManager["PolicyBridge"]):
             return None
         name = "float8_e4m3fn" if config.states_dtype == FLOAT8 else config.states_dtype
         states_dtype = getattr(torch, name) if name else None
-        budget = config.bytes_per_step
+        budget, spent = config.bytes_per_step, self._spent
         if self._connection is not None and (tokens := self._connection.wanted_tokens):
             dtype = states_dtype or modules.head_weight.dtype
             token = bytes_per_token(len(session.aux_layers), modules.hidden_size, dtype)
-            left = tokens - (self._counters.chosen_tokens - self._chosen)
-            # The rest, into which hardly a sequence fits, is not worth a window's hooks and copies.
-            if 2 * left < tokens:
-                return None
-            budget = min(budget, left * token)
+            budget = min(budget, tokens * token)
+        # A rest into which hardly a sequence fits is not worth a window's hooks and copies.
+        if spent.samples * (budget - spent.nbytes) < spent.nbytes:
+            return None
         return Capture(
             modules=modules,
             session=session,
@@ -446,6 +447,7 @@ class PolicyBridge(AbstractContextManager["PolicyBridge"]):
             moved=self._weights.moved,
             temperature=temperature,
             budget_bytes=budget,
+            spent=spent,
             device_bytes=config.device_bytes,
             forwards=forwards,
             draw=self._draw,

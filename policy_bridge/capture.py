@@ -30,7 +30,7 @@ from policy_bridge.hooks import ForwardTap
 from policy_bridge.logits import is_sharded
 from policy_bridge.model import PolicyModules
 from policy_bridge.outbox import PRIORITIES
-from policy_bridge.selection import Candidate, bytes_per_token, choose
+from policy_bridge.selection import Candidate, Spent, bytes_per_token, choose
 from policy_bridge.session import Session
 from policy_bridge.stats import Counters
 from slipstream.errors import RefusedError
@@ -96,7 +96,8 @@ class Capture:
         temperature: of the rollouts.
         sampling: what else they were sampled with.
         training: the passes are those that the loop trains on.
-        budget_bytes: what is left of the window's.
+        budget_bytes: of all windows that share ``spent``.
+        spent: what these windows have chosen.
         device_bytes: bound on the states that are held beside the policy's own, those that the
             copier has not done with included.
         forwards: how many passes will be shipped, if known.
@@ -120,6 +121,7 @@ class Capture:
     moved: Callable[[], bool]
     temperature: float
     budget_bytes: int
+    spent: Spent = field(default_factory=Spent)
     device_bytes: int = sys.maxsize
     forwards: int | None = None
     draw: Callable[[], float] = random.random
@@ -387,7 +389,7 @@ class Capture:
     def _thin_out(self, records: list[Record]) -> None:
         """Keep what would be sent of the passes so far if there were no others, as copies."""
         found, kept, left = self._candidates(records), {}, self.device_bytes // 2
-        for candidate in choose(found, self.budget_bytes):
+        for candidate in choose(found, self.budget_bytes - self.spent.nbytes):
             record = found[candidate]
             left -= candidate.tokens * record.token_bytes
             if left < 0:
@@ -407,8 +409,8 @@ class Capture:
         found = self._candidates(records)
         self._kept, self._kept_bytes = {}, 0
         # Choices are made one after the other: what the last one left is known here.
-        wanted = choose(found, self.budget_bytes // passes_left)
-        self.budget_bytes -= sum(candidate.nbytes for candidate in wanted)
+        wanted = choose(found, (self.budget_bytes - self.spent.nbytes) // passes_left)
+        self.spent.add(wanted)
         self.counters.add(
             chosen_samples=len(wanted),
             chosen_tokens=sum(candidate.tokens for candidate in wanted),

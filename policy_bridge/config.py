@@ -53,8 +53,10 @@ class BridgeConfig:
         trainer_credentials: for the trainer; they need the role feed.
         rollout_credentials: for the rollout servers, also those that the trainer names; they need
             the role operate.
-        bytes_per_step: most bytes that one ``capture`` may send; 0 turns capture off. 64 MiB; 1 GiB
-            where there is a CUDA device (32,768 tokens of a policy of 8 billion parameters).
+        bytes_per_step: most bytes that are sent of one policy version; 0 turns capture off. A step
+            is from one ``sync`` to the next: all ``capture`` windows between them share it, first
+            come first served, and where it is spent they capture nothing. 64 MiB; 1 GiB where there
+            is a CUDA device (32,768 tokens of a policy of 8 billion parameters).
         device_bytes: bound on the states that windows hold where the policy is, beside the pass
             that it is making: passes beyond it are thinned out to what ``bytes_per_step`` would
             choose of them, or shed as ``device_full`` while the copies are behind.

@@ -62,6 +62,20 @@ class Candidate:
         return self.end - self.start
 
 
+@dataclass(eq=False)
+class Spent:
+    """What the windows of one policy version have chosen. Changed where choosing is done."""
+
+    nbytes: int = 0
+    samples: int = 0
+
+    def add(self, chosen: Sequence[Candidate]) -> None:
+        """These were chosen."""
+        # In this order: another thread that looks between the two sees more room, not none.
+        self.samples += len(chosen)
+        self.nbytes += sum(candidate.nbytes for candidate in chosen)
+
+
 def choose(candidates: Iterable[Candidate], budget_bytes: int) -> list[Candidate]:
     """What is sent: candidates in the order of their lots, for as long as they fit.
 

@@ -73,8 +73,8 @@ class BridgeStats:
     captures: int = 0
     """Capture windows that were entered while capture was on."""
     captures_skipped: int = 0
-    """Capture windows that took none, because capture was off or, while training is paused, because
-    the trainer has enough of this version."""
+    """Capture windows that took none, because capture was off or because those before had chosen
+    what the budget, or a trainer whose training is paused, has room for of this version."""
     captures_refused: int = 0
     """Capture windows that ended early for a call that could not be served."""
     capture_off_reason: str = ""
@@ -205,12 +205,6 @@ class Counters:
             self._last_error = text
             self._run_refusal = refusal
             return changed
-
-    @property
-    def chosen_tokens(self) -> int:
-        """As in ``BridgeStats``."""
-        with self._lock:
-            return self._counts["chosen_tokens"]
 
     @property
     def run_refusal(self) -> RefusedError | None:

@@ -20,6 +20,8 @@ from policy_bridge.adapters.completions import CompletionsClient
 from policy_bridge.stats import BridgeStats
 
 PROMPTS = 24
+FED = 8
+"""Of these, those that are shipped."""
 
 
 class PolicyLoop:
@@ -112,7 +114,7 @@ class PolicyLoop:
         completions = [c.token_ids for c in self._client.generate(prompts, sampling)]
         if not self._feeding:
             return
-        batch = pad_batch(prompts, completions, torch.zeros(PROMPTS), PAD_ID)
+        batch = pad_batch(prompts[:FED], completions[:FED], torch.zeros(FED), PAD_ID)
         with self._bridge.capture(temperature=self.said_temperature) as capture, torch.no_grad():
             log_probs = log_prob_forward(self._model, batch.input_ids, batch.attention_mask)
             capture.ship(

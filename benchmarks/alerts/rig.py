@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -36,7 +37,6 @@ FASTER = 60.0
 INTERVAL = 0.5
 """Seconds between two scrapes."""
 OUTBOX_BYTES = 1 << 20
-STEP_BYTES = 1 << 19
 
 
 class Rig:
@@ -160,7 +160,8 @@ class Rig:
                 f"127.0.0.1:{self._trainer_port}",
                 f"alerts-{self._trainers}",
                 tuple(self.servers[index].control for index in servers),
-                bytes_per_step=STEP_BYTES,
+                # A version stays for many batches.
+                bytes_per_step=sys.maxsize,
                 outbox_bytes=OUTBOX_BYTES,
                 states_dtype="bfloat16",
             )

@@ -326,7 +326,10 @@ def capture(bench: Bench) -> Figures:
 
     with Trainer("capture", bench.folder, draft, 0) as trainer:
         trainer.wait_ready()
-        config = BridgeConfig(trainer=trainer.address, run_id="gpu", sync_seconds=2.0)
+        # All windows are of one version.
+        config = BridgeConfig(
+            trainer=trainer.address, run_id="gpu", bytes_per_step=sys.maxsize, sync_seconds=2.0
+        )
         with PolicyBridge(model, config) as bridge:
             if not bridge.wait_connected(60.0):
                 raise NotMeasuredError(f"the trainer was not reached: {bridge.stats().last_error}")

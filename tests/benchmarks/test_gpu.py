@@ -72,8 +72,10 @@ def test_windows_that_are_not_copied_are_counted(
 def test_windows_that_take_nothing_are_no_figure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = partial(gpu.sections.BridgeConfig, bytes_per_step=0)
-    monkeypatch.setattr(gpu.sections, "BridgeConfig", config)
+    config = gpu.sections.BridgeConfig
+    monkeypatch.setattr(
+        gpu.sections, "BridgeConfig", lambda **given: config(**given | {"bytes_per_step": 0})
+    )
     with pytest.raises(NotMeasuredError, match=r"4 of 4 windows took nothing: .*bytes_per_step"):
         gpu.sections.capture(bench(tmp_path))
 

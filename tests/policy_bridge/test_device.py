@@ -17,7 +17,7 @@ import torch
 from policy_bridge import ModulePaths, extraction, hooks
 from policy_bridge.capture import Capture
 from policy_bridge.copier import JOBS, Copier
-from policy_bridge.selection import bytes_per_token
+from policy_bridge.selection import Spent, bytes_per_token
 from slipstream.errors import RefusedError
 
 from .conftest import Connect, batch, make_model, ship
@@ -159,6 +159,21 @@ def test_passes_are_shed_while_the_copies_are_behind(side: Copier) -> None:
     assert side.wait_idle(DEADLINE)
     assert side.nbytes == 0
     assert len(windows.samples) >= 2
+
+
+def test_a_choice_that_comes_late_is_from_what_is_left(side: Copier) -> None:
+    model, data = qwen3().eval(), batch((ROW,) * 2)
+    windows, spent = Windows(model, budget_bytes=3 * ROW * TOKEN), Spent()
+    go_on = hold(side)
+    for _ in range(2):
+        # The second is opened before the first has chosen.
+        with windows.open(copier=side, spent=spent) as capture:
+            run(capture, model, data, rows=2, wait=False)
+    assert spent.samples == 0
+    go_on.set()
+    assert side.wait_idle(DEADLINE)
+    assert (spent.samples, spent.nbytes) == (3, 3 * ROW * TOKEN)
+    assert windows.counters.snapshot().chosen_samples == len(windows.samples) == 3
 
 
 def test_without_memory_for_the_copies_the_window_goes_on(

@@ -165,8 +165,27 @@ def test_what_a_trainer_has_a_use_for_is_of_all_windows_of_a_version(
         for _ in range(7):
             ship(bridge, model, data)
             assert bridge.flush(DEADLINE)
-    assert [sample.policy_version for sample in trainer.samples.values()] == [1] * 3 + [2] * 3
-    assert (bridge.stats().captures, bridge.stats().captures_skipped) == (6, 8)
+    assert [sample.policy_version for sample in trainer.samples.values()] == [1] * 4 + [2] * 4
+    assert (bridge.stats().captures, bridge.stats().captures_skipped) == (8, 6)
+
+
+@pytest.mark.parametrize(("tokens", "taken"), [(15, 1), (25, 2)])
+def test_the_budget_is_of_all_windows_of_a_version(
+    trainer: FakeTrainer, connect: Connect, tokens: int, taken: int
+) -> None:
+    model, data = make_model(), batch((10,))
+    bridge = connect(model=model, bytes_per_step=tokens * bytes_per_token(3, HIDDEN, torch.float32))
+    for version in (1, 2):
+        sync(bridge, version)
+        for _ in range(4):
+            ship(bridge, model, data)
+    assert bridge.flush(DEADLINE)
+    versions = [sample.policy_version for sample in trainer.samples.values()]
+    assert versions == [1] * taken + [2] * taken
+    stats = bridge.stats()
+    # Into what is left then, hardly a sequence fits.
+    assert (stats.captures, stats.captures_skipped) == (2 * taken, 2 * (4 - taken))
+    assert stats.capture_off_reason == ""
 
 
 @pytest.mark.parametrize("forwards", [None, 4])
