@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -120,16 +122,30 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.contract)
 
 
+_MODULE_MARK = re.compile(r"(?m)^pytestmark = (\[\s*)?pytest\.mark\.vllm\b")
+_IMPORTS_VLLM = re.compile(r"(?m)^\s*(import|from) vllm\b")
+_text = cache(Path.read_text)
+
+
 class OneEngineAtATime(LoadFileScheduling):
-    """A file to a worker, but all files that start vLLM to the same one.
+    """A file to a worker, but all tests that start vLLM to the same one.
 
     Two engines on two cores spin against each other: in parallel they took three times as long.
+    Tests of vLLM's own classes share a worker too, which imports vLLM once for all of them.
     Not ``--dist loadgroup``: pytest-xdist 3.8 writes its groups where pytest 9.2 never looks.
     """
 
     def _split_scope(self, nodeid: str) -> str:
-        file = super()._split_scope(nodeid)
-        return "vllm" if "mark.vllm" in (ROOT / file).read_text() else file
+        file, _, test = nodeid.partition("::")
+        text, name = _text(ROOT / file), test.partition("[")[0]
+        # From the mark on, the first function is the one that it marks.
+        marked = rf"(?ms)^@pytest\.mark\.vllm$((?!^def ).)*^def {name}\("
+        if _MODULE_MARK.search(text) or re.search(marked, text):
+            return "vllm"
+        in_process = file.startswith("tests/rollout_server/") and _IMPORTS_VLLM.search(text)
+        if in_process or file == "tests/deploy/test_rollout_options.py":
+            return "engine modules"
+        return file
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> OneEngineAtATime:

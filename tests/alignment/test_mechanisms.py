@@ -27,7 +27,6 @@ from tests.losslessness.joint import Z_BOUND, surprise
 from tests.rollout_server.checkpoints import load, perturbed
 from tests.rollout_server.live import Live, RefusedError, prompts
 
-pytestmark = pytest.mark.vllm
 SWAPS = 24
 
 
@@ -81,6 +80,7 @@ def test_the_conversion_changes_no_logit(policy_dir: Path, tmp_path: Path) -> No
     torch.testing.assert_close(after, before, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.vllm
 def test_swaps_with_requests_in_flight_lose_nothing(case: Case) -> None:
     live, state, batch = case.live, case.live.state(), prompts(64)
     assert (state.draft_kind, state.draft_version) == (case.kind, 0)
@@ -104,6 +104,7 @@ def test_swaps_with_requests_in_flight_lose_nothing(case: Case) -> None:
                 live.stage("draft", "theirs", 99, draft | {name: torch.zeros(128, 192)})
 
 
+@pytest.mark.vllm
 def test_samples_under_swaps_are_the_policys(case: Case) -> None:
     """Null: every token is drawn from the policy's own distribution at T = 1 (``Z_BOUND``)."""
     live, draft = case.live, load(case.draft)
@@ -116,6 +117,7 @@ def test_samples_under_swaps_are_the_policys(case: Case) -> None:
     assert found.tokens > 2000 and found.worst < Z_BOUND, found
 
 
+@pytest.mark.vllm
 @pytest.mark.parametrize("pushed", [False, True])
 def test_replay_predicts_measured_acceptance(case: Case, pushed: bool) -> None:
     """Also after a push of another policy, whose embeddings and lm_head an MTP head follows."""

@@ -27,8 +27,6 @@ from slipstream.errors import RefusedError
 from tests.losslessness.joint import Z_BOUND, chi_square_p_value, exact_joint, surprise
 from tests.rollout_server.live import Live
 
-pytestmark = pytest.mark.vllm
-
 SAMPLES = 20_480
 PER_REQUEST = 64
 TOKENS = 4
@@ -109,6 +107,7 @@ def exact(policy: PreTrainedModel, prompts: list[list[int]]) -> dict[tuple[int, 
     return joint
 
 
+@pytest.mark.vllm
 def test_the_joint_of_four_tokens_is_exact_while_speculating(
     server: Live, prompts: list[list[int]], exact: dict[tuple[int, ...], float]
 ) -> None:
@@ -120,6 +119,7 @@ def test_the_joint_of_four_tokens_is_exact_while_speculating(
     assert chi_square_p_value(samples, exact) > ALPHA
 
 
+@pytest.mark.vllm
 def test_the_joint_of_four_tokens_is_exact_under_live_swaps(
     server: Live,
     prompts: list[list[int]],
@@ -159,6 +159,7 @@ def sample_whole(
     return [prompt for prompt in prompts[:WHOLE_PROMPTS] for _ in range(WHOLE_SAMPLES)], completions
 
 
+@pytest.mark.vllm
 def test_every_token_is_as_surprising_as_the_policy_says(
     server: Live,
     policy: PreTrainedModel,
@@ -193,6 +194,7 @@ def greedy(server: Live, prompts: list[list[int]]) -> list[tuple[int, ...]]:
         )
 
 
+@pytest.mark.vllm
 def test_greedy_outputs_are_those_without_speculation(
     server: Live,
     prompts: list[list[int]],
