@@ -137,11 +137,11 @@ def test_a_policy_push_of_the_same_weights_changes_nothing(case: tuple[Live, Pat
     assert live.generate(batch) == before
 
 
-@pytest.mark.parametrize(("scale", "pushed"), [(0.0, False), (0.3, False), (0.0, True)])
+@pytest.mark.parametrize("pushed", [False, True])
 def test_replay_predicts_measured_acceptance(
-    case: tuple[Live, Path, Path], scale: float, pushed: bool, tmp_path: Path
+    case: tuple[Live, Path, Path], pushed: bool, tmp_path: Path
 ) -> None:
-    """Of the trained head and of another one, after swaps; and after a push of another policy."""
+    """Of the trained head, after swaps; and after a push of another policy."""
     live, folder, trained = case
     if pushed:
         moved = perturbed(load_file(folder / "model.safetensors"), scale=0.05, seed=3)
@@ -150,15 +150,12 @@ def test_replay_predicts_measured_acceptance(
         folder = shutil.copytree(folder, tmp_path / "moved")
         save_file(moved, folder / "model.safetensors", metadata={"format": "pt"})
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    staged = perturbed(load(trained), scale=scale, seed=1)
-    live.swap(SWAPS + 1 + (scale > 0) + 2 * pushed, staged)
+    live.swap(SWAPS + 1 + pushed, load(trained))
     tokens = [prompt_ids(problem) for problem in held_out_problems(ROLLOUTS)]
     before = counters(live)
     completions = generate(live, tokens)
     measured = counters(live).since(before)
     draft = DRAFTERS["mtp"].read(trained, folder).draft()
-    names = {draft.config.stored(name): name for name in draft.state_dict()}  # type: ignore[attr-defined]
-    draft.load_state_dict({names[name]: tensor.float() for name, tensor in staged.items()})
     predicted = expected_acceptance(
         draft,
         record(model, tokens, completions, ()),
@@ -167,7 +164,7 @@ def test_replay_predicts_measured_acceptance(
         "probabilistic",
     )
     lengths = (predicted.acceptance_length, measured.acceptance_length)
-    print(f"scale {scale}, pushed {pushed}: {lengths} predicted and measured")
+    print(f"pushed {pushed}: {lengths} predicted and measured")
     assert predicted.acceptance_length == pytest.approx(measured.acceptance_length, rel=TOLERANCE)
     for position, accepted in enumerate(measured.per_position):
         assert predicted.accepted_per_position[position] == pytest.approx(
