@@ -15,14 +15,11 @@ import torch
 from transformers import AutoModelForCausalLM, Ernie4_5_MoeConfig, Ernie4_5_MoeForCausalLM
 
 from draft_trainer.drafters import DRAFTERS
-from draft_trainer.drafters.acceptance import expected_acceptance
 from examples.arithmetic_grpo.make_mtp import new_head
-from examples.local_services import DRAFT_LENGTH
 from slipstream.v1 import rollout_server_pb2 as pb
-from tests.alignment.recorded import policy_heads, record
-from tests.alignment.test_replay import TOLERANCE, counters, generate
-from tests.rollout_server.checkpoints import load, perturbed
-from tests.rollout_server.live import prompts
+from tests.alignment.test_replay import assert_replay
+from tests.rollout_server.checkpoints import load
+from tests.rollout_server.live import prompts, swap_many
 
 pytestmark = pytest.mark.vllm
 SIZES: dict[str, Any] = {
@@ -61,30 +58,12 @@ def test_a_head_is_swapped_and_replayed(
     live.speculate(False)
     plain = live.generate(batch)
     live.speculate(True)
-    released = load(folder)
-    for number in range(1, 4):
-        staged = perturbed(released, scale=0.3, seed=number) if number % 2 else released
-        result = live.stage("draft", f"swap-{number}", number, staged)
-        assert result.not_prepared == "", "the standby copy takes the draft"
-        live.commit(f"swap-{number}")
-        assert live.generate(batch) == plain
-    state = live.stub.GetState(pb.GetStateRequest(read_back=True), timeout=60)
-    assert (state.draft_version, state.not_ready) == (3, "")
-    tokens = prompts(512, seed=5)
-    before = counters(live)
-    completions = generate(live, tokens)
-    measured = counters(live).since(before)
     draft = DRAFTERS["mtp"].read(folder, policy).draft()
     names = {draft.config.stored(name): name for name in draft.state_dict()}  # type: ignore[attr-defined]
-    draft.load_state_dict({names[name]: tensor.float() for name, tensor in staged.items()})
+    for staged in swap_many(live, load(folder), 3, scale=0.3):
+        assert live.generate(batch) == plain
+        draft.load_state_dict({names[name]: tensor.float() for name, tensor in staged.items()})
+    state = live.stub.GetState(pb.GetStateRequest(read_back=True), timeout=60)
+    assert (state.draft_version, state.not_ready) == (3, "")
     model = AutoModelForCausalLM.from_pretrained(policy, dtype=torch.float32).eval()
-    predicted = expected_acceptance(
-        draft,
-        record(model, tokens, completions, ()),
-        policy_heads(model, draft.target_ids()),
-        DRAFT_LENGTH,
-        "probabilistic",
-    )
-    print(f"{predicted.acceptance_length:.3f} predicted, {measured.acceptance_length:.3f} measured")
-    assert predicted.acceptance_length == pytest.approx(measured.acceptance_length, rel=TOLERANCE)
-    assert measured.acceptance_length > 1.1
+    assert_replay(live, model, draft, prompts(512, seed=5), least=1.1)

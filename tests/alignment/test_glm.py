@@ -17,7 +17,6 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from draft_trainer.drafters import DRAFTERS
-from draft_trainer.drafters.acceptance import expected_acceptance
 from examples.arithmetic_grpo import task
 from examples.arithmetic_grpo.make_draft import record as record_states
 from examples.arithmetic_grpo.make_draft import run
@@ -25,10 +24,9 @@ from examples.arithmetic_grpo.make_mtp import new_head
 from examples.arithmetic_grpo.sampling import held_out_problems, prompt_ids
 from examples.local_services import DRAFT_LENGTH
 from slipstream.v1 import rollout_server_pb2 as pb
-from tests.alignment.recorded import policy_heads, record
-from tests.alignment.test_replay import ROLLOUTS, TOLERANCE, counters, generate
+from tests.alignment.test_replay import ROLLOUTS, assert_replay
 from tests.rollout_server.checkpoints import load, perturbed
-from tests.rollout_server.live import Live, RefusedError, prompts
+from tests.rollout_server.live import Live, RefusedError, prompts, swap_many
 
 pytestmark = pytest.mark.vllm
 EXPERTS, SWAPS = 4, 8
@@ -114,11 +112,7 @@ def test_swaps_with_requests_in_flight_lose_nothing(case: tuple[Live, Path, Path
     live.speculate(True)
     draft = load(folder)
     with live.generating(batch) as rounds:
-        for number in range(1, SWAPS + 1):
-            other = perturbed(draft, scale=2.0, seed=number)
-            result = live.stage("draft", f"swap-{number}", number, other if number % 2 else draft)
-            assert result.not_prepared == "", "the standby copy takes the draft"
-            live.commit(f"swap-{number}")
+        list(swap_many(live, draft, SWAPS))
     assert all(completions == plain for completions in rounds)
     state = live.stub.GetState(pb.GetStateRequest(read_back=True), timeout=60)
     assert (state.draft_version, state.draft_commits, state.not_ready) == (SWAPS, SWAPS, "")
@@ -152,23 +146,5 @@ def test_replay_predicts_measured_acceptance(
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     live.swap(SWAPS + 1 + pushed, load(trained))
     tokens = [prompt_ids(problem) for problem in held_out_problems(ROLLOUTS)]
-    before = counters(live)
-    completions = generate(live, tokens)
-    measured = counters(live).since(before)
     draft = DRAFTERS["mtp"].read(trained, folder).draft()
-    predicted = expected_acceptance(
-        draft,
-        record(model, tokens, completions, ()),
-        policy_heads(model, draft.target_ids()),
-        DRAFT_LENGTH,
-        "probabilistic",
-    )
-    lengths = (predicted.acceptance_length, measured.acceptance_length)
-    print(f"pushed {pushed}: {lengths} predicted and measured")
-    assert predicted.acceptance_length == pytest.approx(measured.acceptance_length, rel=TOLERANCE)
-    for position, accepted in enumerate(measured.per_position):
-        assert predicted.accepted_per_position[position] == pytest.approx(
-            accepted / measured.drafts, abs=TOLERANCE
-        ), f"draft position {position}"
-    # A draft that proposes nothing useful would pass a comparison of ones with ones.
-    assert measured.acceptance_length is not None and measured.acceptance_length > 1.3
+    assert_replay(live, model, draft, tokens, least=1.3)

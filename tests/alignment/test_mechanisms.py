@@ -17,15 +17,13 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from draft_trainer.drafters import DRAFTERS
-from draft_trainer.drafters.acceptance import expected_acceptance
 from examples.arithmetic_grpo.make_mtp import first_layers, policy_with_mtp
 from examples.arithmetic_grpo.sampling import held_out_problems, prompt_ids
-from examples.local_services import ARITHMETIC, DRAFT_LENGTH
-from tests.alignment.recorded import policy_heads, record
-from tests.alignment.test_replay import ROLLOUTS, TOLERANCE, counters, generate
+from examples.local_services import ARITHMETIC
+from tests.alignment.test_replay import ROLLOUTS, assert_replay
 from tests.losslessness.joint import Z_BOUND, surprise
 from tests.rollout_server.checkpoints import load, perturbed
-from tests.rollout_server.live import Live, RefusedError, prompts
+from tests.rollout_server.live import Live, RefusedError, prompts, swap_many
 
 SWAPS = 24
 
@@ -95,11 +93,7 @@ def test_swaps_with_requests_in_flight_lose_nothing(case: Case) -> None:
     draft = load(case.draft)
     tokens = [prompt_ids(problem) for problem in held_out_problems(64)]
     with live.generating(batch) as rounds, live.generating(tokens, temperature=1.0) as sampled:
-        for number in range(1, SWAPS + 1):
-            other = perturbed(draft, scale=2.0, seed=number)
-            result = live.stage("draft", f"swap-{number}", number, other if number % 2 else draft)
-            assert result.not_prepared == "", "the standby copy takes the draft"
-            live.commit(f"swap-{number}")
+        list(swap_many(live, draft, SWAPS))
     assert all(completions == plain for completions in rounds)
     found = surprise(model_of(case.policy), tokens * len(sampled), [*chain(*sampled)])
     assert found.tokens > 2000 and found.worst < Z_BOUND, found
@@ -131,31 +125,10 @@ def test_replay_predicts_it_after_a_push_of_another_policy(case: Case) -> None:
 
 
 def replay(case: Case, model: PreTrainedModel, least: float) -> None:
-    live = case.live
     tokens = [prompt_ids(problem) for problem in held_out_problems(ROLLOUTS)]
     # Behind the end of a completion, which the replay does not see, a draft model that resembles
     # the policy goes on to be accepted: its completions end by their length, after many steps.
     endless = {"ignore_eos": True, "max_tokens": 160} if case.kind == "draft_model" else {}
-    before = counters(live)
-    completions = generate(live, tokens[: ROLLOUTS // 4] if endless else tokens, **endless)
-    measured = counters(live).since(before)
     draft = DRAFTERS[case.kind].read(case.draft, case.policy).draft()
-    predicted = expected_acceptance(
-        draft,
-        record(model, tokens[: len(completions)], completions, draft.config.aux_layer_ids),
-        policy_heads(model, draft.target_ids()),
-        DRAFT_LENGTH,
-        "probabilistic",
-    )
-    assert predicted.acceptance_length == pytest.approx(measured.acceptance_length, rel=TOLERANCE)
-    for position, accepted in enumerate(measured.per_position):
-        assert predicted.accepted_per_position[position] == pytest.approx(
-            accepted / measured.drafts, abs=TOLERANCE
-        ), f"draft position {position}"
-    # A draft that proposes nothing useful would pass a comparison of ones with ones.
-    assert measured.acceptance_length is not None
-    print(
-        f"{case.kind}: {predicted.acceptance_length:.3f} predicted, "
-        f"{measured.acceptance_length:.3f} measured, {measured.drafts} steps"
-    )
-    assert measured.acceptance_length > least
+    some = tokens[: ROLLOUTS // 4] if endless else tokens
+    assert_replay(case.live, model, draft, some, least, **endless)

@@ -14,9 +14,10 @@ from pathlib import Path
 import httpx
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from draft_trainer.drafters.acceptance import expected_acceptance
+from draft_trainer.drafters import Draft
+from draft_trainer.drafters.acceptance import Method, expected_acceptance
 from draft_trainer.drafters.eagle3.checkpoint import Eagle3
 from examples.arithmetic_grpo.rollouts import SpecCounters, parse_counters
 from examples.arithmetic_grpo.sampling import held_out_problems, prompt_ids
@@ -40,37 +41,61 @@ def counters(server: Live) -> SpecCounters:
     return parse_counters(httpx.get(f"{server.http}/metrics", timeout=30).text)
 
 
+def assert_replay(
+    live: Live,
+    model: PreTrainedModel,
+    draft: Draft,
+    prompts: list[list[int]],
+    least: float,
+    method: Method = "probabilistic",
+    **sampling: object,
+) -> SpecCounters:
+    """Rollouts of the served policy are accepted as their replay with the draft says.
+
+    Args:
+        live: serves both.
+        model: the policy that it serves, in float32.
+        draft: that it serves, in float32.
+        prompts: one rollout of each.
+        least: acceptance length that vLLM measures, at least: a draft that proposes nothing useful
+            would pass a comparison of ones with ones.
+        method: how vLLM drafts.
+        sampling: options of the requests.
+
+    Returns:
+        What vLLM counted of these rollouts.
+    """
+    before = counters(live)
+    completions = generate(live, prompts, **sampling)
+    measured = counters(live).since(before)
+    predicted = expected_acceptance(
+        draft,
+        record(model, prompts, completions, draft.config.aux_layer_ids),
+        policy_heads(model, draft.target_ids()),
+        DRAFT_LENGTH,
+        method,
+    )
+    length = measured.acceptance_length
+    print(f"{predicted.acceptance_length} predicted, {length} measured in {measured.drafts} steps")
+    assert predicted.acceptance_length == pytest.approx(length, rel=TOLERANCE)
+    for position, accepted in enumerate(measured.per_position):
+        assert predicted.accepted_per_position[position] == pytest.approx(
+            accepted / measured.drafts, abs=TOLERANCE
+        ), f"draft position {position}"
+    assert length is not None and length > least
+    return measured
+
+
 @pytest.mark.parametrize("method", ["probabilistic", "greedy"])
 def test_replay_predicts_measured_acceptance(
-    method: str, request: pytest.FixtureRequest, policy_dir: Path, draft_dir: Path
+    method: Method, request: pytest.FixtureRequest, policy_dir: Path, draft_dir: Path
 ) -> None:
     if method == "probabilistic":
         server = request.getfixturevalue("server")
     else:
         server = request.getfixturevalue("serve")("--draft-sample-method", "greedy")
-    problems = held_out_problems(ROLLOUTS)
-    prompts = [prompt_ids(problem) for problem in problems]
-    before = counters(server)
-    completions = generate(server, prompts)
-    measured = counters(server).since(before)
-    assert measured.drafts > 8000
-
     model = AutoModelForCausalLM.from_pretrained(policy_dir, dtype=torch.float32).eval()
-    head = Eagle3().read(draft_dir).draft()
+    head = Eagle3().read(draft_dir).draft().float()
     assert head.draft_vocab_ids is not None, "the demo's draft has a reduced vocabulary"
-    layers = head.config.aux_layer_ids
-    predicted = expected_acceptance(
-        head.float(),
-        record(model, prompts, completions, layers),
-        policy_heads(model, head.target_ids()),
-        DRAFT_LENGTH,
-        method,  # type: ignore[arg-type]
-    )
-    assert predicted.acceptance_length == pytest.approx(measured.acceptance_length, rel=TOLERANCE)
-    for position, accepted in enumerate(measured.per_position):
-        assert predicted.accepted_per_position[position] == pytest.approx(
-            accepted / measured.drafts, abs=TOLERANCE
-        ), f"draft position {position}"
-    # A head that proposes nothing useful would pass a comparison of ones with ones.
-    assert measured.acceptance_length is not None
-    assert measured.acceptance_length > 2.0
+    prompts = [prompt_ids(problem) for problem in held_out_problems(ROLLOUTS)]
+    assert assert_replay(server, model, head, prompts, least=2.0, method=method).drafts > 8000

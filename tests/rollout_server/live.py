@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
 import httpx
+import torch
 
 from examples.local_services import RolloutServer, refused
 from slipstream.errors import RefusedError
 from slipstream.v1 import rollout_server_pb2 as pb
+from tests.rollout_server.checkpoints import perturbed
 from tests.waiting import until
 
 IN_FLIGHT = 32
@@ -97,6 +99,22 @@ class Live(RolloutServer):
         return {version: counters.drafts for version, counters in self.counters().items()}
 
 
+def swap_many(
+    live: Live, draft: Mapping[str, torch.Tensor], count: int, *, scale: float = 2.0
+) -> Iterator[Mapping[str, torch.Tensor]]:
+    """Commit versions 1 to ``count``, in turn a ``perturbed`` draft and the draft itself.
+
+    Yields:
+        The tensors that are live, after each commit. AssertionError: they were not prepared.
+    """
+    for number in range(1, count + 1):
+        staged = perturbed(draft, scale=scale, seed=number) if number % 2 else draft
+        result = live.stage("draft", f"swap-{number}", number, staged)
+        assert result.not_prepared == "", "the standby copy takes the draft"
+        live.commit(f"swap-{number}")
+        yield staged
+
+
 def lasting(state: pb.ServerState) -> pb.ServerState:
     """Without what changes by itself, once the engine's steps are read."""
     kept = pb.ServerState()
@@ -106,4 +124,13 @@ def lasting(state: pb.ServerState) -> pb.ServerState:
     return kept
 
 
-__all__ = ["Completion", "Live", "RefusedError", "lasting", "prompts", "refused", "until"]
+__all__ = [
+    "Completion",
+    "Live",
+    "RefusedError",
+    "lasting",
+    "prompts",
+    "refused",
+    "swap_many",
+    "until",
+]
