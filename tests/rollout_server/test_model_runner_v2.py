@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,17 +24,10 @@ from rollout_server.worker import (
     slipstream_set_speculation,
 )
 from slipstream.errors import RefusedError
-from tests.rollout_server.test_swap import Drafts, eagle3_drafts, join
+from tests.rollout_server.test_swap import Drafts, join
+from tests.rollout_server.test_vllm_patches import Model
 
 K = 3
-
-
-@pytest.fixture(scope="module")
-def drafts(policy_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Drafts]:
-    from vllm.distributed import cleanup_dist_env_and_memory
-
-    yield eagle3_drafts(policy_dir, tmp_path_factory.mktemp("drafts"))
-    cleanup_dist_env_and_memory()
 
 
 def worker_of(policy: nn.Module, draft: nn.Module, config: Any) -> Any:
@@ -107,17 +99,6 @@ def test_vllms_loader_shares_equal_heads_and_ours_does_not(
     from vllm.v1.worker.gpu.spec_decode.eagle import utils
 
     weight = torch.randn(6, 4)
-
-    class Model(nn.Module):
-        has_own_lm_head = has_own_embed_tokens = True
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.model = nn.Module()
-            self.model.embed_tokens = nn.Embedding.from_pretrained(weight + 1)
-            self.lm_head = nn.Linear(4, 6, bias=False)
-            self.lm_head.weight = nn.Parameter(weight.clone(), requires_grad=False)
-
     config: Any = types.SimpleNamespace(load_config=None)
     config.speculative_config = types.SimpleNamespace(
         draft_model_config=None, apply_draft_overrides=lambda config: config
@@ -125,13 +106,17 @@ def test_vllms_loader_shares_equal_heads_and_ours_does_not(
     monkeypatch.setattr(utils, "get_draft_load_config", lambda config: None)
     monkeypatch.setattr(utils, "get_pp_safe_draft_load_config", lambda config: config)
     monkeypatch.setattr(utils, "get_pp_group", lambda: types.SimpleNamespace(world_size=1))
-    monkeypatch.setattr(utils, "get_model", lambda **named: Model())
+    monkeypatch.setattr(utils, "get_model", lambda **named: Model(weight))
     monkeypatch.setattr(utils, "_should_share", utils._should_share)
-    policy = Model()
+    policy = Model(weight)
     assert utils.load_eagle_model(policy, config).lm_head is policy.lm_head
     vllm_patches.keep_own_lm_head_v2(utils)
     draft = utils.load_eagle_model(policy, config)
     assert vllm_patches.shared_parameters(policy, draft) == []
+    # Whatever is not an lm_head of the draft's own is shared as before.
+    assert draft.model.embed_tokens is policy.model.embed_tokens
+    monkeypatch.setattr(Model, "has_own_lm_head", False)
+    assert utils.load_eagle_model(policy, config).lm_head is policy.lm_head
 
 
 @pytest.mark.parametrize(

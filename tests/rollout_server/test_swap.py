@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,6 @@ from rollout_server.standby import READY, WORKING, Standby
 from rollout_server.store import Key, StagedTensor, WeightSource
 from rollout_server.swap import NotSwappableError, StandbyCopy, pairs_of, swap_contents
 from rollout_server.worker import WorkerHooks, slipstream_read_back, watch_sleep
-from tests.rollout_server import checkpoints
 
 
 class Drafts:
@@ -96,23 +95,6 @@ def _one_process() -> None:
 
     init_distributed_environment(1, 0, "tcp://127.0.0.1:0", 0, "gloo")
     ensure_model_parallel_initialized(1, 1)
-
-
-def eagle3_drafts(policy_dir: Path, folder: Path) -> Drafts:
-    """Three releases of one configuration."""
-    releases = [
-        checkpoints.write_draft(folder / str(seed), policy_dir, draft_vocab_size=96, seed=seed)
-        for seed in range(3)
-    ]
-    return Drafts(policy_dir, releases)
-
-
-@pytest.fixture(scope="module")
-def drafts(policy_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Drafts]:
-    from vllm.distributed import cleanup_dist_env_and_memory
-
-    yield eagle3_drafts(policy_dir, tmp_path_factory.mktemp("drafts"))
-    cleanup_dist_env_and_memory()
 
 
 def ready(standby: Standby, source: WeightSource, keep: WeightSource | None = None) -> None:

@@ -17,13 +17,14 @@ from slipstream.errors import RefusedError
 class Model(nn.Module):
     """The names that vLLM's models have."""
 
+    has_own_lm_head = has_own_embed_tokens = True
+
     def __init__(self, weight: torch.Tensor) -> None:
         super().__init__()
         self.model = nn.Module()
         self.model.embed_tokens = nn.Embedding.from_pretrained(weight.clone())
         self.lm_head = nn.Linear(4, 6, bias=False)
         self.lm_head.weight = nn.Parameter(weight.clone(), requires_grad=False)
-        self.has_own_lm_head = True
 
 
 def load(proposer_class: type) -> tuple[Model, Model]:
@@ -54,17 +55,6 @@ def test_vllm_shares_equal_heads_and_ours_does_not() -> None:
     assert vllm_patches.shared_parameters(policy, draft) == []
     draft.lm_head.weight.fill_(0)
     assert not torch.equal(draft.lm_head.weight, policy.lm_head.weight)
-
-
-def test_the_same_in_model_runner_v2() -> None:
-    module = types.ModuleType("eagle_utils")
-    module._should_share = lambda model, own, draft, target: True  # type: ignore[attr-defined]
-    vllm_patches.keep_own_lm_head_v2(module)
-    model = Model(torch.randn(6, 4))
-    assert not module._should_share(model, "has_own_lm_head", None, None)
-    assert module._should_share(model, "has_own_embed_tokens", None, None)
-    model.has_own_lm_head = False
-    assert module._should_share(model, "has_own_lm_head", None, None)
 
 
 @pytest.mark.parametrize("share", [True, False])
