@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from functools import partial
+from importlib.util import find_spec
 from inspect import getsource, signature
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,11 +16,6 @@ from typing import Any
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel, Trainer
-
-pytest.importorskip("trl")
-
-from accelerate import Accelerator, DistributedType
-from trl import GRPOConfig, GRPOTrainer
 
 from examples.arithmetic_grpo.processes import Services
 from examples.arithmetic_grpo.tokenizer import token_ids
@@ -35,6 +31,9 @@ from slipstream.v1 import rollout_server_pb2 as rollout_pb
 from tests.adapters.ranks import FixedRollouts, any_score
 from tests.policy_bridge.doubles import DEADLINE, FakeTrainer
 from tests.rollout_server.checkpoints import load
+
+# TRL is imported by the tests: it imports vLLM, which takes long in every worker that collects.
+pytestmark = pytest.mark.skipif(find_spec("trl") is None, reason="TRL is not installed")
 
 STEPS = 3
 QUESTION = token_ids()["?"]  # ends every prompt
@@ -53,6 +52,8 @@ SAMPLED_WITH = {"top_p": 0.9, "min_p": 0.02, "generation_kwargs": {"presence_pen
 
 def test_what_the_adapter_hooks_into_is_in_this_trl() -> None:
     """Names and arguments alone: a TRL that moves one of them fails here first, by name."""
+    from trl import GRPOConfig, GRPOTrainer
+
     assert "rollout_func" in signature(GRPOTrainer.__init__).parameters
     generate = getsource(GRPOTrainer._generate)
     assert "self.rollout_func(prompts, self)" in generate
@@ -68,6 +69,8 @@ def test_what_the_adapter_hooks_into_is_in_this_trl() -> None:
 
 
 def test_zero_3_is_asked_through_its_engine() -> None:
+    from accelerate import Accelerator, DistributedType
+
     weights = {"lm_head.weight": torch.ones(2, 2)}
     accelerator = SimpleNamespace(
         distributed_type=DistributedType.DEEPSPEED,
