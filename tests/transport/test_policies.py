@@ -28,21 +28,20 @@ SIZES = {
     "pad_token_id": 0,
 }
 FAMILIES: dict[str, dict[str, object]] = {
-    "Llama": {},
     "Phi": {},
     "Gemma2": {"final_logit_softcapping": 4.0},
     "Granite": {"logits_scaling": 8.0},
-    "Cohere": {"logit_scale": 0.25},
 }
+"""Logits with a bias, a soft cap, a factor."""
 
 
-def make(family: str, dtype: torch.dtype) -> PreTrainedModel:
+def make(family: str) -> PreTrainedModel:
     torch.manual_seed(0)
     config = getattr(transformers, f"{family}Config")(**SIZES, **FAMILIES[family])
-    model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+    model: PreTrainedModel = getattr(transformers, f"{family}ForCausalLM")(config).eval()
     if model.lm_head.bias is not None:
         torch.nn.init.normal_(model.lm_head.bias, std=2.0)
-    return model.to(dtype)  # type: ignore[no-any-return]
+    return model
 
 
 @contextmanager
@@ -71,10 +70,9 @@ def step(bridge: PolicyBridge, model: PreTrainedModel, temperature: float = 1.0)
     assert bridge.flush(DEADLINE)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_family_is_taken(tmp_path: Path, family: str, dtype: torch.dtype) -> None:
-    model = make(family, dtype)
+def test_a_family_is_taken(tmp_path: Path, family: str) -> None:
+    model = make(family)
     with feeding(tmp_path, model) as (bridge, client):
         step(bridge, model, temperature=0.8)
         stats = bridge.stats()
