@@ -15,15 +15,8 @@ from slipstream.sample import Sample
 from slipstream.tensors import dtype_to_wire
 from tests.draft_trainer.synthetic import HIDDEN, VOCAB, head
 
-FORMS = [
-    LogitForm(),
-    LogitForm(scale=0.25, soft_cap=30.0),
-]
 
-
-def _batch(
-    dtype: torch.dtype, form: LogitForm, with_bias: bool, states: torch.dtype | None = None
-) -> Batch:
+def _batch(dtype: torch.dtype, form: LogitForm, with_bias: bool) -> Batch:
     """Rollouts of a policy with logits up to 60, which computes and rounds in ``dtype``."""
     generator = torch.Generator().manual_seed(0)
     rows = (6 * torch.randn(VOCAB, HIDDEN, generator=generator)).to(dtype)
@@ -45,8 +38,8 @@ def _batch(
         token_ids=tokens,
         positions=torch.arange(40),
         loss_mask=torch.arange(40) >= 4,
-        aux=torch.randn(40, 3 * HIDDEN, generator=generator).to(states or dtype),
-        final_hidden=hidden.to(states or dtype),
+        aux=torch.randn(40, 3 * HIDDEN, generator=generator).to(dtype),
+        final_hidden=hidden,
         sampled_logprobs=of_sampled(log_probs),
         sampled_logits=of_sampled(logits),
     )
@@ -56,11 +49,10 @@ def _batch(
     return collate([sample], heads)
 
 
-@pytest.mark.parametrize("with_bias", [False, True])
-@pytest.mark.parametrize("form", FORMS, ids=["plain", "capped"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_its_mass_is_one(dtype: torch.dtype, form: LogitForm, with_bias: bool) -> None:
-    batch = _batch(dtype, form, with_bias)
+def test_its_mass_is_one(dtype: torch.dtype) -> None:
+    """Of a policy with a bias, a factor and a soft cap."""
+    batch = _batch(dtype, LogitForm(scale=0.25, soft_cap=30.0), with_bias=True)
     index = torch.arange(39)
     mass = batch.teacher_log_probs(torch.zeros_like(index), index).exp().sum(-1)
     assert (mass - 1.0).abs().max() < 1e-4
@@ -73,7 +65,7 @@ def test_the_loss_sees_the_same_teacher(
     dtype: torch.dtype, compute: torch.dtype, kernels: str
 ) -> None:
     """Whatever the draft's own products are computed in, nothing lies outside a full vocabulary."""
-    batch = _batch(dtype, FORMS[0], with_bias=False)
+    batch = _batch(dtype, LogitForm(), with_bias=False)
     with using_kernels(kernels):  # type: ignore[arg-type]
         outcome = ttt_objective(
             head(0, draft_vocab=VOCAB),
