@@ -26,7 +26,6 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from benchmarks.architectures.policies import POLICIES, policy_of
-from benchmarks.gate_calibration.__main__ import counters_of, rollouts
 from benchmarks.harness import Target, end_on_sigterm, finish, options, say, table, write
 from draft_trainer.drafters.acceptance import expected_acceptance
 from draft_trainer.drafters.eagle3.checkpoint import Eagle3
@@ -34,6 +33,7 @@ from draft_trainer.offline.fit import PLOT_FILE
 from draft_trainer.offline.record import Recorder
 from draft_trainer.recordings.recording import Recording
 from examples.arithmetic_grpo.make_draft import DRAFT_LENGTH, record, run
+from examples.arithmetic_grpo.rollouts import RolloutClient, SpecCounters
 from examples.arithmetic_grpo.sampling import held_out_problems, prompt_ids
 from examples.local_services import RolloutServer
 from examples.task import Task
@@ -45,6 +45,7 @@ RECORDED = 1024
 """Rollouts that a draft is trained on."""
 EPOCHS = 3
 PROMPTS = 128
+PROMPTS_AT_ONCE = 64
 SAMPLES = 4
 SEED = 0
 
@@ -97,6 +98,33 @@ class Outcome:
     adapted: Served
     draft_bytes: int
     seconds: float
+
+
+def rollouts(
+    server: RolloutServer, prompts: Sequence[list[int]], samples: int, temperature: float = 1.0
+) -> list[list[int]]:
+    """Completions: all of the first prompt, of the second, ... Raises RuntimeError: one failed."""
+    # It asks a trainer only for releases, of which there are none.
+    client = RolloutClient(server.http, server.control, server.control, "policy")
+    completions: list[list[int]] = []
+    try:
+        # Some at a time: a starved server drops some of 500 connections.
+        for start in range(0, len(prompts), PROMPTS_AT_ONCE):
+            some = prompts[start : start + PROMPTS_AT_ONCE]
+            generation, _ = client.generate(some, samples, temperature=temperature)
+            if generation.failed:
+                raise RuntimeError(f"{len(generation.failed)} failed: {generation.failed[0]}")
+            completions += generation.completions
+    finally:
+        client.close()
+    return completions
+
+
+def counters_of(server: RolloutServer, version: int) -> SpecCounters:
+    """vLLM's counters of a draft version."""
+    found = server.counters()[version]
+    positions = tuple(found.accepted_per_position)
+    return SpecCounters(found.drafts, found.draft_tokens, found.accepted_tokens, positions)
 
 
 class Greedy:

@@ -1,1 +1,0 @@
-"""Whether the gate's expected acceptance length is what vLLM then measures."""
