@@ -31,7 +31,7 @@ SAMPLES = 20_480
 PER_REQUEST = 64
 TOKENS = 4
 ALPHA = 1e-4
-GREEDY_PROMPTS = 128
+GREEDY_PROMPTS = 32
 WHOLE_PROMPTS, WHOLE_SAMPLES = 64, 8
 
 
@@ -94,7 +94,7 @@ def draft_tensors(draft_dir: Path) -> dict[str, torch.Tensor]:
 
 @pytest.fixture(scope="module")
 def prompts() -> list[list[int]]:
-    return [prompt_ids(problem) for problem in held_out_problems(GREEDY_PROMPTS)]
+    return [prompt_ids(problem) for problem in held_out_problems(WHOLE_PROMPTS)]
 
 
 @pytest.fixture(scope="module")
@@ -153,10 +153,10 @@ def sample_whole(
             lambda prompt: server.complete(
                 prompt, n=WHOLE_SAMPLES, max_tokens=MAX_COMPLETION_TOKENS, temperature=1.0
             ),
-            prompts[:WHOLE_PROMPTS],
+            prompts,
         )
         completions = [row for part in parts for row in part]
-    return [prompt for prompt in prompts[:WHOLE_PROMPTS] for _ in range(WHOLE_SAMPLES)], completions
+    return [prompt for prompt in prompts for _ in range(WHOLE_SAMPLES)], completions
 
 
 @pytest.mark.vllm
@@ -177,7 +177,7 @@ def test_every_token_is_as_surprising_as_the_policy_says(
 
 def test_surprise_has_power(policy: PreTrainedModel, prompts: list[list[int]]) -> None:
     """It passes the policy's own samples and refuses 10 % hotter ones."""
-    given = prompts[:WHOLE_PROMPTS] * WHOLE_SAMPLES
+    given = prompts * WHOLE_SAMPLES
     for temperature, passes in ((1.0, True), (1.1, False)):
         generator = torch.Generator().manual_seed(0)
         drawn = sample(policy, given, temperature, generator=generator)
@@ -200,12 +200,13 @@ def test_greedy_outputs_are_those_without_speculation(
     prompts: list[list[int]],
     draft_tensors: dict[str, torch.Tensor],
 ) -> None:
+    some = prompts[:GREEDY_PROMPTS]
     server.speculate(False)
-    plain = greedy(server, prompts)
+    plain = greedy(server, some)
     server.speculate(True)
-    speculating = greedy(server, prompts)
+    speculating = greedy(server, some)
     with Swapper(server, draft_tensors) as swapper:
-        swapping = greedy(server, prompts)
+        swapping = greedy(server, some)
     assert len(plain) == GREEDY_PROMPTS
     assert speculating == plain
     assert swapping == plain
