@@ -169,10 +169,11 @@ def test_replay_verifies_against_the_truncated_distribution(
     table = _truncated(policy.transitions(TEMPERATURE), **limits)
     length = 16
     reached, accepted = _simulate(policy, learner.head, method, 250, length, 4, table)
-    tokens = torch.randint(VOCAB, (500, 4), generator=torch.Generator().manual_seed(1))
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(VOCAB, (500, 4), generator=generator)
     while tokens.shape[1] < length:
         p = table[tokens[:, -2], tokens[:, -1]]
-        tokens = torch.cat([tokens, torch.multinomial(p, 1)], 1)
+        tokens = torch.cat([tokens, torch.multinomial(p, 1, generator=generator)], 1)
     samples = [policy.sample(row, str(i), temperature=TEMPERATURE) for i, row in enumerate(tokens)]
     heads = policy.heads(rows=ids)
     plain = expected_acceptance(learner.head, samples, heads, K, method)
