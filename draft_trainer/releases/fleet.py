@@ -109,13 +109,15 @@ class Fleet:
         self._on_states = on_states
         self._members = Members(config.rollout_servers)
         self._credentials = credentials
-        self._looking = ThreadPoolExecutor(1, thread_name_prefix="members")
+        self._looking: threading.Thread | None = None
         self._lock = threading.Lock()
         self._clients: dict[str, RolloutClient] = {}
         self._refused: frozenset[str] = frozenset()
         self._states: dict[str, pb.ServerState] = {}
         self._said: tuple[int, str] = ASSUMED
         self._pool = ThreadPoolExecutor(self.MAX_CALLS, thread_name_prefix="fleet")
+        # Nothing is known yet: without servers a bridge could not push.
+        self._members.addresses()
         self.refresh()
 
     @property
@@ -134,12 +136,16 @@ class Fleet:
     def refresh(self) -> tuple[str, ...]:
         """Look again who belongs to it, for ``LOOK_UP_SECONDS`` at most; returns the addresses then
         known, without those that may not be asked: the token would cross a network readable."""
-        looked = self._looking.submit(self._members.addresses)
-        try:
-            wanted = looked.result(LOOK_UP_SECONDS)
-        except TimeoutError:
-            looked.cancel()
-            wanted = self._members.known
+        with self._lock:
+            if self._looking is None or not self._looking.is_alive():
+                # Nothing can end a look-up that hangs; the process ends without it.
+                self._looking = threading.Thread(
+                    target=self._members.addresses, name="members", daemon=True
+                )
+                self._looking.start()
+            looking = self._looking
+        looking.join(LOOK_UP_SECONDS)
+        wanted = self._members.known
         refused: dict[str, RefusedError] = {}
         with self._lock:
             gone = [self._clients.pop(a) for a in list(self._clients) if a not in wanted]
@@ -239,4 +245,3 @@ class Fleet:
         for client in clients.values():
             client.close()
         self._pool.shutdown(wait=True, cancel_futures=True)
-        self._looking.shutdown(wait=False)

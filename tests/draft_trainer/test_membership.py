@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import socket
+import threading
 from pathlib import Path
 
 import pytest
 
 from draft_trainer.config import PublishConfig
 from draft_trainer.config_file import load_config, parse_config
+from draft_trainer.releases import members
 from draft_trainer.releases.client import Failure
-from draft_trainer.releases.fleet import Fleet
+from draft_trainer.releases.fleet import LOOK_UP_SECONDS, Fleet
 from draft_trainer.releases.members import Members
 from slipstream.errors import RefusedError
 from slipstream.security import ClientCredentials
@@ -77,6 +79,29 @@ def test_bad_addresses_are_refused(address: str) -> None:
             }
         )
     assert "publish.rollout_servers" in caught.value.field
+
+
+def test_a_fleet_knows_its_first_members_however_late_and_keeps_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    over = threading.Event()
+
+    def late(entry: str) -> list[str]:
+        assert not over.wait(2 * LOOK_UP_SECONDS)
+        return ["a:1"]
+
+    def silent(entry: str) -> list[str]:
+        over.wait()
+        return []
+
+    monkeypatch.setattr(members, "look_up", late)
+    fleet = Fleet(PublishConfig(rollout_servers=("dns:rollouts:1",)))
+    assert fleet.addresses == ("a:1",)
+    monkeypatch.setattr(members, "look_up", silent)
+    assert fleet.refresh() == fleet.refresh() == ("a:1",)
+    fleet.close()
+    assert all(t.daemon for t in threading.enumerate() if t.name == "members"), "none delays exit"
+    over.set()
 
 
 def test_a_member_that_may_not_be_asked_keeps_no_other_from_being_asked(
