@@ -28,7 +28,7 @@ def whole_policy(trainer: Any) -> Mapping[str, torch.Tensor]:
     """The trained policy's state dict; collective where accelerate has sharded it.
 
     Where it is gathered, it may be empty in all but the main process. DeepSpeed ZeRO-3 needs
-    ``stage3_gather_16bit_weights_on_model_save``.
+    ``stage3_gather_16bit_weights_on_model_save`` and ``BridgeConfig.rollout_servers``.
     """
     # Only DeepSpeed's engine can gather; in other runs, what wraps the model changes names.
     model = trainer.model_wrapped if trainer.is_deepspeed_enabled else trainer.model
