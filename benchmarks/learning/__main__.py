@@ -279,8 +279,8 @@ def online(name: str, seeds: Sequence[int], folder: Path) -> dict[str, list[Cour
         if not path.exists():
             move(policy, task, seed, path)
         versions = Versions(path, _draft(policy).target_ids())
-        say(f"{name} online, seed {seed}")
         for arm, (changed, epochs) in ONLINE.items():
+            say(f"{name} online, seed {seed}: {arm}")
             course = follow(versions, lambda: _draft(policy), TrainingConfig(**changed), epochs)
             found.setdefault(arm, []).append(course)
     rows = []
