@@ -11,7 +11,7 @@ import math
 import queue
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any, Generic, TypeVar
@@ -117,8 +117,7 @@ class Fleet:
         self._said: tuple[int, str] = ASSUMED
         self._pool = ThreadPoolExecutor(self.MAX_CALLS, thread_name_prefix="fleet")
         # Nothing is known yet: without servers a bridge could not push.
-        self._members.addresses()
-        self.refresh()
+        self._follow(self._members.addresses())
 
     @property
     def addresses(self) -> tuple[str, ...]:
@@ -145,7 +144,10 @@ class Fleet:
                 self._looking.start()
             looking = self._looking
         looking.join(LOOK_UP_SECONDS)
-        wanted = self._members.known
+        self._follow(self._members.known)
+        return self.addresses
+
+    def _follow(self, wanted: Sequence[str]) -> None:
         refused: dict[str, RefusedError] = {}
         with self._lock:
             gone = [self._clients.pop(a) for a in list(self._clients) if a not in wanted]
@@ -162,7 +164,6 @@ class Fleet:
             logger.warning("%s is left out: %s", address, refused[address])
         for client in gone:
             client.close()
-        return self.addresses
 
     def client(self, address: str) -> RolloutClient:
         """One server. Of one that has left, a client whose calls all fail."""
