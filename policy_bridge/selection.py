@@ -71,7 +71,7 @@ class Spent:
 
     def add(self, chosen: Sequence[Candidate]) -> None:
         """These were chosen."""
-        # In this order: another thread that looks between the two sees more room, not none.
+        # In this order: another thread that looks between the two takes less to be spent, not more.
         self.samples += len(chosen)
         self.nbytes += sum(candidate.nbytes for candidate in chosen)
 

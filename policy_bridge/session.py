@@ -70,7 +70,7 @@ def decode_session(response: pb.OpenRunResponse, policy: PolicyModules) -> Sessi
 
     Raises:
         RefusedError: another schema version, layers the policy does not have, vocabulary ids
-            that are missing, out of range or not ascending, or no room for a sample.
+            that are missing, out of range or not ascending, or a limit below any sample.
     """
     step = "install the same release of slipstream in the policy's image and in the trainer's"
     check_schema(response.schema_version, "the trainer's", step)

@@ -74,7 +74,7 @@ class BridgeStats:
     """Capture windows that were entered while capture was on."""
     captures_skipped: int = 0
     """Capture windows that took none, because capture was off or because those before had chosen
-    what the budget, or a trainer whose training is paused, has room for of this version."""
+    the version's budget, or all that a trainer whose training is paused has a use for."""
     captures_refused: int = 0
     """Capture windows that ended early for a call that could not be served."""
     capture_off_reason: str = ""
