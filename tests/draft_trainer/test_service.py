@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import errno
 import threading
-import time
 import urllib.request
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
@@ -47,6 +45,7 @@ from tests.draft_trainer.rig import (
     write_draft,
 )
 from tests.draft_trainer.synthetic import HIDDEN, VOCAB, Policy, draft_vocab_ids
+from tests.waiting import until
 
 
 def spec(**changes: int) -> pb.PolicySpec:
@@ -365,7 +364,7 @@ def test_a_slow_state_db_stalls_no_call_that_does_without_it(tmp_path: Path) -> 
             watch = client.stub.WatchEvents(asked, timeout=60)
             history = client.stub.GetHistory.future(console_pb2.GetHistoryRequest(), timeout=60)
             announced = pool.submit(client.announce, 4)
-            _until(lambda: run.latest_policy_version == 4)
+            until(lambda: run.latest_policy_version == 4)
             _serves(channel)
             assert not history.done() and not announced.done()
         assert announced.result().policy_version == 4
@@ -391,7 +390,7 @@ def test_a_slow_store_stalls_no_call_that_does_without_it(
         with open_channel(server.address) as channel:
             with server._store._lock:
                 stream = Stream(client)
-                _until(lambda: bool(server.runs._streaming))
+                until(lambda: bool(server.runs._streaming))
                 _serves(channel)
             with stream:
                 stream.finish()
@@ -404,13 +403,6 @@ def test_a_slow_store_stalls_no_call_that_does_without_it(
                 _serves(channel)
                 assert not opened.done()
             assert opened.result().session_id
-
-
-def _until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + DEADLINE
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def _serves(channel: grpc.Channel) -> None:
