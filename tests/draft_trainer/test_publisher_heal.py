@@ -5,12 +5,14 @@ from __future__ import annotations
 import errno
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from unittest.mock import MagicMock
 
 import pytest
 
 from draft_trainer.releases import reconcile as healing
 from draft_trainer.releases.commits import PublishResult
+from draft_trainer.releases.members import Members
 from slipstream.errors import RefusedError
 from tests.draft_trainer.fleet_double import RolloutDouble
 from tests.draft_trainer.fleet_rig import LONG, Rig
@@ -221,15 +223,18 @@ def test_stages_that_a_dead_trainer_left_are_forgotten_and_those_in_use_are_kept
     assert rig.publisher.complete(0, "").draft_version == 2
 
 
-def test_servers_join_and_leave(rig: Rig) -> None:
-    class Some:
-        def addresses(self) -> tuple[str, ...]:
-            return tuple(d.address for d in rig.doubles)
+def test_servers_join_and_leave(rig: Rig, tmp_path: Path) -> None:
+    members = tmp_path / "fleet"
+    rig.fleet._members = Members((f"file:{members}",))
 
-    rig.fleet._members = Some()
+    def write_members() -> None:
+        members.write_text("\n".join(double.address for double in rig.doubles))
+
+    write_members()
     rig.publisher.promote(1, pin=False)
     left = rig.doubles.pop()
     rig.doubles.append(RolloutDouble())
+    write_members()
     rig.heal()
     assert rig.served == [1, 1, 1]
     rig.publisher.promote(2, pin=False)
