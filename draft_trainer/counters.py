@@ -102,10 +102,10 @@ class Counters:
         self.samples_evicted = self._counter(
             "samples_evicted",
             "Samples evicted: `capacity` to free space, untrained; `stale` for a policy version "
-            "too old, untrained; `unneeded` for one of these while training is paused; `unsaved` "
-            "to free space, trained on but not in a training state yet; `undone` of those whose "
-            "training was lost with a kill; `damaged` because bytes or row of the sample are not "
-            "what was accepted.",
+            "too old, untrained; `unneeded` for either of these while training is paused; "
+            "`unsaved` to free space, trained on but not in a training state yet; `undone`, "
+            "trained on, but that training was lost in a kill; `damaged` because bytes or row of "
+            "the sample are not what was accepted.",
             "reason",
             ("capacity", "stale", "unneeded", "unsaved", "undone", "damaged"),
         )
@@ -152,8 +152,9 @@ class Counters:
         )
         self.roll_backs = self._counter(
             "roll_backs",
-            "Releases rolled back: `commit_failed`, a server did not commit it; `trial`, live "
-            "acceptance was worse; `by_hand`; `interrupted`, the trainer ended between commits.",
+            "Releases rolled back: `commit_failed`, a server did not commit it, the others could "
+            "not stage it, or it could not be recorded; `trial`, live acceptance was worse, or "
+            "its servers failed; `by_hand`; `interrupted`, the trainer ended between commits.",
             "reason",
             ("commit_failed", "trial", "by_hand", "interrupted"),
         )

@@ -245,9 +245,9 @@ class PolicyBridge(AbstractContextManager["PolicyBridge"]):
                 optimizer step.
 
         Returns:
-            ``Capture``; or a ``NullCapture`` while capture is off, and where the windows of this
-            version have chosen what ``config.bytes_per_step`` allows, or what a trainer that does
-            not train has a use for.
+            ``Capture``; or a ``NullCapture`` while capture is off, when the windows of this version
+            have used up ``config.bytes_per_step``, or when a trainer whose training is paused needs
+            no more tokens.
 
         Raises:
             RefusedError: a closed bridge, or (strict) a bad argument, no ``sync`` yet, or what

@@ -71,9 +71,9 @@ class BridgeConfig:
             shared_memory as it is mounted here.
         skip_unreachable_servers: push the policy to the rollout servers that can be reached, as
             long as one can, and count the others in ``stats().servers_left_out``; they serve an
-            older policy when they come back, until the next sync. Off, one is an error, but
-            not one that the trainer named only after a push and that has taken none yet, or that it
-            names no longer. With ``push_external`` one is always an error.
+            older policy when they come back, until the next sync. False: an unreachable server is
+            an error, unless it joined after an earlier push and has taken no policy yet, or the
+            trainer no longer lists it. With ``push_external`` it is always an error.
         policy_dtype: cast pushed policy weights to this; empty keeps the policy's.
         seed: of the lots by which sequences are chosen.
         logit_scale: the factor by which the policy multiplies its lm_head's output; None: as its

@@ -66,8 +66,9 @@ FACTS: tuple[Fact[BridgeStats], ...] = (
     ),
     Fact(
         "captures",
-        "Capture windows: `taken`; `skipped` because capture was off; `refused` for a call that "
-        "could not be served.",
+        "Capture windows: `taken`; `skipped` because capture was off, the windows before it had "
+        "used up the version's `bytes_per_step`, or a trainer whose training is paused needs no "
+        "more; `refused` for a call that could not be served.",
         lambda s: {outcome: getattr(s, field) for outcome, field in _CAPTURES.items()},
         {"outcome": tuple(_CAPTURES)},
         "counter",

@@ -32,7 +32,8 @@ class SyncResult:
         draft_errors: why the draft could not follow; empty when it did.
         policy_waits: whether a push waits for the trainer, which knows the rollout servers.
         left_out: why the policy was not pushed to these servers: with ``skip_unreachable_servers``
-            those that cannot be reached, and those that join and are not ready for it yet.
+            those that cannot be reached, those that join and are not ready for it yet, and those
+            that the trainer no longer lists and that do not answer.
     """
 
     policy_version: int

@@ -2,10 +2,11 @@
 
 The policy does not depend on the trainer: when the trainer is absent or late, the bridge commits
 the policy itself. It does depend on the rollout servers: a server that does not take the policy is
-an error to the caller, because training on rollouts of a stale policy would go unnoticed. Three
+an error to the caller, because training on rollouts of a stale policy would go unnoticed. Four
 exceptions: a push waits where the trainer, which alone knows the servers, was not reached yet; with
-``skip_unreachable_servers`` a server that cannot be reached is left out and counted; and so is,
-always, one that joins and is not ready for this version yet.
+``skip_unreachable_servers`` a server that cannot be reached is left out and counted; and so are,
+always, one that joins and is not ready for this version yet, and one that the trainer no longer
+lists and that does not answer.
 """
 
 from __future__ import annotations
@@ -129,9 +130,9 @@ class SyncWindow:
         Every byte goes through gRPC, hashed on both sides, and from host memory to the device while
         the engine stands still: for small models. ``push_external`` is for the others.
 
-        Where the servers are the trainer's to know and it was not reached yet, the push waits:
-        ``result.policy_waits`` is set. If the trainer is there by then, ``capture`` pushes this
-        version, as long as the weights are still its own, or the next ``sync`` the next one.
+        Where the bridge takes its server list from the trainer and did not reach it yet, the push
+        waits: ``result.policy_waits`` is set. If the trainer is there by then, ``capture`` pushes
+        this version, as long as the weights are still its own, or the next ``sync`` the next one.
 
         Args:
             source: a model or its state dict, named as vLLM's checkpoint loader expects;

@@ -303,15 +303,15 @@ def build_parser() -> argparse.ArgumentParser:
         ("--host", "", "address of all replicas (default: each its node's)"),
         ("--first-port", 8000, "OpenAI API of replica 0 (default: 8000)"),
         ("--first-control-port", 50061, "control plane of replica 0 (default: 50061)"),
-        ("--ready-timeout-s", 600.0, "for the placement, and for a start (default: 600)"),
-        ("--server-name", "", "name in their certificate, if not a node's address"),
+        ("--ready-timeout-s", 600.0, "bound of the placement, and of a start (default: 600)"),
+        ("--server-name", "", "name in the servers' certificate, if not a node's address"),
         ("--ray-address", "auto", "the cluster (default: that of this node)"),
         *_TRAINER_OPTIONS,
     ):
         parser.add_argument(option, type=type(default), default=default, help=text)
-    ca = "PEM of the CA of their certificate, on every node"
+    ca = "PEM of the CA that signed the servers' certificates; same path on every node"
     parser.add_argument("--ca", type=Path, metavar="FILE", help=ca)
-    toml = "its configuration, by this path on every node"
+    toml = "the draft trainer's TOML; same path on every node"
     parser.add_argument("--trainer", type=Path, metavar="FILE", help=toml)
     return parser
 

@@ -207,13 +207,13 @@ class Rig:
             self.continue_trainer()
 
     def leaked(self) -> int:
-        """Rings that the trainer holds beyond the one in use and those that it offers."""
+        """Files that the trainer holds beyond the one in use and those on offer."""
 
         def settled() -> bool:
             return len(self._open_files()) <= 1
 
         try:
-            self.wait_for(settled, "the rings of streams that ended are gone")
+            self.wait_for(settled, "the files of streams that ended are gone")
         except StalledError:
             return len(self._open_files()) - 1
         return 0

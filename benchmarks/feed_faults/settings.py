@@ -14,7 +14,7 @@ def trainer_toml(memory: Path) -> str:
     """Small batches, states often, and a gate that nothing passes.
 
     Args:
-        memory: for rings.
+        memory: for the files of shared memory.
     """
     return f"""
 [server]

@@ -22,7 +22,7 @@ class Row:
         lost, twice: see ``Audit``; each sample in the row after whose fault it was found.
         stalled: runs after which something did not come, and steps of the policy that took too
             long, by the bridge's doing.
-        leaked: rings that stayed.
+        leaked: files of shared memory that stayed.
         seconds: the longest run.
         own_seconds: the longest time that the bridge's calls took in a step; that of a weight
             sync.

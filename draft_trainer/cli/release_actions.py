@@ -59,9 +59,9 @@ class Promote(Reading):
 
 @dataclass(frozen=True, kw_only=True)
 class Rollback(Reading):
-    """Put every rollout server back on the release that the fleet served before.
+    """Put every rollout server on the newest release before the live one that passed its trial.
 
-    Exit status 1: a server did not follow; it does at the next publish.
+    Exit status 1: a server did not follow; the trainer keeps trying (publish.reconcile_s).
     """
 
     reason: str = ""

@@ -300,5 +300,5 @@ class Verify(Reading):
             print_json([{"draft_version": v, "damage": text} for v, text in damage.items()])
         else:
             for version, text in damage.items():
-                print(f"draft {version}: {text or 'sound'}")
+                print(f"draft {version}: {text or 'ok'}")
         return 1 if any(damage.values()) else 0

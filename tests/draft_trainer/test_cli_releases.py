@@ -100,7 +100,7 @@ def test_a_damaged_release_does_not_hide_the_others(folder: Path, capsys: Captur
     assert [bool(one["damage"]) for one in found] == [False, True, False]
     assert run(capsys, "verify", 0, 2, "--registry", folder) == (
         0,
-        "draft 0: sound\ndraft 2: sound\n",
+        "draft 0: ok\ndraft 2: ok\n",
     )
     assert "not the text" in refused(capsys, "show", 1, "--registry", folder)
     weights = folder / "release-000002" / "model.safetensors"
@@ -201,7 +201,7 @@ def test_a_folder_that_a_trainer_holds(tmp_path: Path, capsys: Capture) -> None:
         assert [row[:2] for row in rows[1:]] == [["0", "initial"], ["1", "imported"]]
         assert rows[1][-4:] == ["promoted,", "served,", "parent,", "initial"]
         assert "expected one of [0, 1]" in refused(capsys, "promote", 5, *at)
-        assert run(capsys, "verify", *at) == (0, "draft 0: sound\ndraft 1: sound\n")
+        assert run(capsys, "verify", *at) == (0, "draft 0: ok\ndraft 1: ok\n")
         assert as_json(capsys, "verdicts", *at) == (0, [])
         assert run(capsys, "export", 1, tmp_path / "exported", *at)[0] == 0
         exported = Eagle3().read(tmp_path / "exported").draft()
