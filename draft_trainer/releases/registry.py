@@ -449,6 +449,11 @@ def promote_offline(registry: Registry, version: int, pin: bool) -> None:
         registry.verify(version)
         promotions = Promotions(state, registry.path, version)
         incumbent = promotions.now.incumbent
+        try:
+            registry.verify(incumbent)
+        except RefusedError:
+            # The fleet cannot go back to it to measure it, so there is nothing to compare with.
+            incumbent = version
         if version == incumbent:
             promotions.serves(version)
         else:

@@ -94,7 +94,7 @@ class Rig:
             double.watched.clear()
         self.restart()
 
-    def watching(self, version: int) -> None:
+    def watching(self) -> None:
         """Until every server's counters are followed: what is drafted from now on is seen."""
         self.watch.follow(double.address for double in self.doubles)
         for double in self.doubles:

@@ -29,7 +29,7 @@ class Running:
         self._looked = 0
         self._settle = rig.publisher.settle
         rig.publisher.settle = self._look  # type: ignore[method-assign]
-        rig.watching(0)
+        rig.watching()
         self.reconciler.start()
 
     def draft_until(self, done: Callable[[], bool], ruined: int) -> int:
@@ -160,7 +160,7 @@ def test_no_traffic_is_no_verdict_and_the_trial_goes_on_when_traffic_comes(
     make_rig: Callable[..., Rig], share: float
 ) -> None:
     rig = make_rig(2, CanaryConfig(share=share, max_seconds=0.05))
-    rig.watching(0)
+    rig.watching()
     rig.draft(0, GOOD, 2000)
     rig.publisher.promote(1, pin=False)
     settle(rig)
@@ -185,7 +185,7 @@ def test_a_release_that_may_have_taken_its_servers_down_goes_to_no_other(
 ) -> None:
     """Whatever the others serve."""
     rig = make_rig(4, CanaryConfig(share=0.25, max_seconds=0.05))
-    rig.watching(0)
+    rig.watching()
     rig.draft(0, GOOD, 4000)
     if live:
         rig.publisher.promote(1, pin=False)
@@ -211,7 +211,7 @@ def test_a_release_is_first_tried_where_drafts_are_made(
 ) -> None:
     """And where nothing is drafted after all, it goes to the others."""
     rig = make_rig(4, CanaryConfig(share=0.25, max_seconds=0.05))
-    rig.watching(0)
+    rig.watching()
     doubles = sorted(rig.doubles, key=lambda double: double.address)
     for double in doubles[idle:]:
         double.draft(400, [280, 200, 120])
@@ -233,7 +233,7 @@ def test_untested_releases_do_not_lower_what_the_next_is_compared_with(
 ) -> None:
     """Each release loses a little and replaces the one before it in its trial."""
     rig = make_rig(1, CanaryConfig(max_loss=0.1))
-    rig.watching(0)
+    rig.watching()
     rig.draft(0, GOOD, 4000)
     began = time.time()
     for version in (1, 2, 3):
@@ -260,7 +260,7 @@ def test_a_fleet_without_figures_of_the_incumbent_measures_it_first(
     make_rig: Callable[..., Rig],
 ) -> None:
     rig = make_rig(1, CanaryConfig())
-    rig.watching(0)
+    rig.watching()
     rig.publisher.promote(1, pin=False)
     rig.draft(1, GOOD, 1000)
     settle(rig)
@@ -279,7 +279,7 @@ def test_a_sync_commits_nothing_that_was_staged_before_the_incumbent_is_measured
     make_rig: Callable[..., Rig],
 ) -> None:
     rig = make_rig(1, CanaryConfig())
-    rig.watching(0)
+    rig.watching()
     rig.publisher.promote(1, pin=False)
     rig.draft(1, GOOD, 1000)
     rig.promotions.offer(2)
@@ -296,7 +296,7 @@ def test_an_incumbent_that_cannot_be_measured_holds_nothing_up_for_ever(
 ) -> None:
     """Nothing is drafted while it is served: no draft length pays, or drafting was turned off."""
     rig = make_rig(1, CanaryConfig())
-    rig.watching(0)
+    rig.watching()
     rig.publisher.promote(1, pin=False)
     rig.draft(1, GOOD, 1000)
     assert rig.publisher.settle()
@@ -324,7 +324,7 @@ def test_a_roll_back_by_hand_is_tried_too(
     make_rig: Callable[..., Rig], accepted: list[int]
 ) -> None:
     rig = make_rig(1, CanaryConfig())
-    rig.watching(0)
+    rig.watching()
     rig.draft(0, GOOD, 6000)
     for version in (1, 2):
         rig.publisher.promote(version, pin=False)
@@ -344,12 +344,12 @@ def test_a_roll_back_by_hand_is_tried_too(
 
 def test_figures_of_the_incumbent_survive_the_trainer(make_rig: Callable[..., Rig]) -> None:
     rig = make_rig(1, CanaryConfig())
-    rig.watching(0)
+    rig.watching()
     rig.draft(0, GOOD, 4000)
     assert not rig.publisher.measure()
     known = rig.promotions.now.figures
     rig.forget()
-    rig.watching(0)
+    rig.watching()
     rig.draft(0, GOOD, 400)
     assert not rig.publisher.measure()
     steps = [sum(batch.drafts for batch in f) for f in (known, rig.promotions.now.figures)]
@@ -374,7 +374,7 @@ def test_a_large_fleet_reports_no_more_a_second_than_a_small_one(
         yield from real(client, interval, seconds)
 
     monkeypatch.setattr(RolloutClient, "watch", watch)
-    rig.watching(0)
+    rig.watching()
     rig.draft(0, GOOD, 100)
     assert asked == [4 * canary.INTERVAL_MS] * 4
     assert {seen.maxlen for seen in rig.watch._seen.values()} == {2}

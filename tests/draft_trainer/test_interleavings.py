@@ -89,7 +89,7 @@ def test_a_result_of_a_trial_that_was_replaced_changes_nothing(
 ) -> None:
     """A release goes live between the look at the figures and what they would have done."""
     rig = make_rig(1, CanaryConfig())
-    rig.watching(0)
+    rig.watching()
     rig.draft(0, GOOD, 2000)
     rig.publisher.promote(1, pin=False)
     rig.draft(1, RUINED, 2000)
@@ -172,7 +172,7 @@ def test_a_sync_does_not_commit_a_draft_that_fails_after_it_was_taken(
 def test_what_was_drafted_before_a_trial_does_not_count(make_rig: Callable[..., Rig]) -> None:
     """Draft 1 was bad under another policy, was taken back, and is tried again."""
     rig = make_rig(1, CanaryConfig())
-    rig.watching(0)
+    rig.watching()
     rig.draft(0, GOOD, 8000)
     rig.publisher.promote(1, pin=False)
     rig.draft(1, RUINED, 4000)

@@ -13,6 +13,7 @@ import pytest
 
 from draft_trainer.config import CanaryConfig
 from draft_trainer.releases.promotions import HISTORY_SECONDS
+from draft_trainer.releases.registry import Registry, promote_offline
 from slipstream.errors import RefusedError
 from tests.draft_trainer.fleet_rig import Rig
 from tests.draft_trainer.test_canary import GOOD, settle
@@ -144,13 +145,13 @@ def test_what_another_policy_accepted_of_the_incumbent_judges_no_release(
 ) -> None:
     rig = make_rig(1, CanaryConfig())
     rig.run = SimpleNamespace(run_id="one", began=0.0)
-    rig.watching(0)
+    rig.watching()
     rig.draft(0, GOOD, 4000)
     assert not rig.publisher.measure()
     assert rig.promotions.now.figures_run == "one"
     if what != "another run":
         rig.forget()
-        rig.watching(0)
+        rig.watching()
     if what == "a day later":
         tomorrow = time.time() + 86_400
         monkeypatch.setattr(time, "time", lambda: tomorrow)
@@ -176,12 +177,12 @@ def test_figures_count_until_another_run_is_opened(
     """A trainer that starts knows of no run until a policy opens one."""
     rig = make_rig(1, CanaryConfig())
     rig.run = SimpleNamespace(run_id="one", began=0.0)
-    rig.watching(0)
+    rig.watching()
     rig.draft(0, GOOD, 4000)
     assert not rig.publisher.measure()
     rig.run = None
     rig.forget()
-    rig.watching(0)
+    rig.watching()
     rig.draft(0, GOOD, 400)
     assert not rig.publisher.measure()
     now = rig.promotions.now
@@ -200,7 +201,7 @@ def test_figures_count_until_another_run_is_opened(
 def one_passed(rig: Rig) -> None:
     """Release 1 passed its trial against release 0 in run "one", and is measured."""
     rig.run = SimpleNamespace(run_id="one", began=0.0)
-    rig.watching(0)
+    rig.watching()
     rig.draft(0, GOOD, 6000)
     rig.publisher.promote(1, pin=False)
     settle(rig, 1)
@@ -254,16 +255,36 @@ def test_what_passed_before_is_not_undecided_for_ever(
     assert rig.events()[-1] == ("canary_promoted", 0)
 
 
+def test_a_release_promoted_in_place_of_a_damaged_one_needs_no_trial_against_it(
+    make_rig: Callable[..., Rig],
+) -> None:
+    """The fleet cannot go back to what is damaged, to measure it."""
+    rig = make_rig(1, CanaryConfig())
+    one_passed(rig)
+    path = rig.root / "release-000001" / "config.json"
+    path.write_bytes(b" " + path.read_bytes())
+    rig.registry.close()
+    promote_offline(Registry(rig.root), 2, pin=False)
+    rig.run = SimpleNamespace(run_id="other", began=time.monotonic())
+    rig.forget()
+    rig.heal()
+    now = rig.promotions.now
+    assert rig.served == [2] and (now.incumbent, now.trial) == (2, None)
+    rig.publisher.promote(3, pin=False)
+    trial = rig.promotions.now.trial
+    assert trial is not None and (trial.version, trial.incumbent) == (3, 2)
+
+
 def test_figures_are_taken_over_once(
     make_rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not again with each trial that begins and ends."""
     rig, clock = make_rig(1, CanaryConfig()), time.monotonic
-    rig.watching(0)
+    rig.watching()
     rig.draft(0, GOOD, 4000)
     assert not rig.publisher.measure()
     rig.forget()
-    rig.watching(0)
+    rig.watching()
     monkeypatch.setattr(time, "monotonic", lambda: clock() + 0.7 * HISTORY_SECONDS)
     rig.publisher.promote(1, pin=False)
     rig.publisher.roll_back("by hand")
