@@ -92,7 +92,8 @@ def test_acceptance() -> None:
     assert scaled(RATES, 0.5) == pytest.approx((0.4, 0.15, 0.05))
     assert scaled((0.9, 0.9), 2) == (1, 1)
     assert acceptance_length((0.0, 0.0), 4) == 1
-    for wrong in ([], [1.2], [0.4, 0.5], [-0.1]):
+    assert check_rates([0.47, 0.8, 0.7]) == (0.47, 0.47, 0.47)
+    for wrong in ([], [1.2], [float("nan")], [-0.1]):
         with pytest.raises(RefusedError, match="acceptance by position"):
             check_rates(wrong)
 

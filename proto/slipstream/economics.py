@@ -16,6 +16,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from slipstream.costs import OFF, Costs
 from slipstream.errors import RefusedError
@@ -25,19 +26,21 @@ def check_rates(rates: Sequence[float]) -> tuple[float, ...]:
     """Acceptance by position: of drafts that had a token at position i, the share whose token there
     was accepted, i = 1, 2, ...
 
+    Returns:
+        The same, none above the one before it. Where draft lengths vary, fewer drafts had a token
+        at a later position, and the share of those may be higher; of all drafts it is not.
+
     Raises:
-        RefusedError: it is empty, leaves 0..1, or rises with the position.
+        RefusedError: it is empty, or leaves 0..1.
     """
-    if not rates or any(
-        not 0 <= rate <= before for rate, before in zip(rates, (1.0, *rates), strict=False)
-    ):
+    if not rates or not all(0 <= rate <= 1 for rate in rates):
         raise RefusedError(
             "acceptance by position",
             f"{list(rates)}",
-            "shares of drafts in 0..1, none above the one before it",
+            "shares of drafts in 0..1",
             "give accepted tokens at each position divided by the drafts that had a token there",
         )
-    return tuple(rates)
+    return tuple(accumulate(rates, min))
 
 
 def extended(rates: Sequence[float], k: int) -> tuple[float, ...]:
