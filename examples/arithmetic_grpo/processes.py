@@ -25,14 +25,14 @@ class ServiceError(RuntimeError):
     """A service did not start, or ended early; the text quotes the end of its log."""
 
 
-def free_port() -> int:
+def free_port(ports: range = range(20_000, 28_000)) -> int:
     """A TCP port on loopback that is free now.
 
     Below those that the system gives to connections: what is to listen there may take a minute to
     start, and until then nothing else takes the port by chance.
     """
     while True:
-        port = random.SystemRandom().randrange(20_000, 32_000)
+        port = random.SystemRandom().choice(ports)
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", port))
             return port

@@ -168,8 +168,8 @@ def test_no_process_of_a_group_that_is_not_done_is_left(tmp_path: Path) -> None:
     reader = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
     # As draft_training with a worker: a child that goes on when its parent is killed.
     code = '(exec 3>"$1"; echo >&3; exec sleep 600) & wait'
-    with pytest.raises(NotMeasuredError, match="not done in 2 s"):
-        gpu.sections.run_group(["sh", "-c", code, "", str(fifo)], 2.0)
+    with pytest.raises(NotMeasuredError, match="not done in 10 s"):
+        gpu.sections.run_group(["sh", "-c", code, "", str(fifo)], 10.0)
     assert os.read(reader, 2) == b"\n"
     # The pipe ends with its last writer.
     assert select.select([reader], [], [], 30.0)[0] == [reader]
@@ -313,6 +313,7 @@ def test_wheels_come_back_as_they_were(tmp_path: Path) -> None:
     assert back == contents
 
 
+@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="this tree is not a git checkout")
 def test_a_part_travels_beside_the_repository() -> None:
     listed = ["git", "-C", str(ROOT), "ls-files", "-z"]
     names = subprocess.run(listed, capture_output=True, text=True, check=True).stdout.split("\0")

@@ -81,8 +81,10 @@ class RolloutDouble(pb_grpc.RolloutServerServicer):
         """Somebody was told the counters: what is drafted from now on is growth to them."""
         self._server = grpc.server(ThreadPoolExecutor(8), options=SERVER_OPTIONS)
         pb_grpc.add_RolloutServerServicer_to_server(self, self._server)
-        # Not one of the system's: a server that is back finds its port free.
-        self.port = self._server.add_insecure_port(f"127.0.0.1:{port or free_port()}")
+        # Not one of the system's: a server that is back finds its port free. Nor one of those that
+        # services have chosen and listen on later.
+        port = port or free_port(range(28_000, 32_000))
+        self.port = self._server.add_insecure_port(f"127.0.0.1:{port}")
         self.address = f"127.0.0.1:{self.port}"
         self._server.start()
 

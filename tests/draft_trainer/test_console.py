@@ -255,7 +255,7 @@ def test_the_page_shows_them_in_a_browser(live: Live, tmp_path: Path) -> None:
     )
     page = Page(done.stdout)
     assert page.texts["length"] == "3.100" and page.texts["policy"] == "5"
-    assert page.texts["staleness"] == "served draft is 5 versions behind"
+    assert page.texts["staleness"] == "served draft is 0 versions behind"
     assert page.texts["speed-up"] == "\N{EN DASH}" and page.texts["draft"] == "0"
     assert page.texts["speed-up-note"].startswith("not known yet; a fixed draft length")
     assert page.texts["verdict"] == "no candidate was judged yet"

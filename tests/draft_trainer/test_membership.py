@@ -10,6 +10,7 @@ import pytest
 
 from draft_trainer.config import PublishConfig
 from draft_trainer.config_file import load_config, parse_config
+from draft_trainer.releases import fleet as fleets
 from draft_trainer.releases import members
 from draft_trainer.releases.client import Failure
 from draft_trainer.releases.fleet import LOOK_UP_SECONDS, Fleet
@@ -105,8 +106,9 @@ def test_a_fleet_knows_its_first_members_however_late_and_keeps_them(
 
 
 def test_a_member_that_may_not_be_asked_keeps_no_other_from_being_asked(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(fleets, "LOOK_UP_SECONDS", 25.0)
     members = tmp_path / "fleet"
     members.write_text("127.0.0.1:1\n127.0.0.1:2\n")
     credentials = ClientCredentials(token_file=write_token(tmp_path / "token", "operate" * 8))

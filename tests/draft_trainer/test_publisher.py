@@ -12,7 +12,7 @@ from draft_trainer.releases.client import Failure
 from draft_trainer.releases.publisher import PublishResult
 from tests.draft_trainer.fleet_double import RolloutDouble
 from tests.draft_trainer.fleet_rig import LONG, Rig
-from tests.draft_trainer.test_stragglers import until
+from tests.waiting import until
 
 
 def test_draft_and_policy_are_committed_in_one_call_per_server(rig: Rig) -> None:

@@ -10,6 +10,7 @@ from unittest.mock import MagicMock
 
 import pytest
 
+from draft_trainer.releases import fleet as fleets
 from draft_trainer.releases import reconcile as healing
 from draft_trainer.releases.commits import PublishResult
 from draft_trainer.releases.members import Members
@@ -223,7 +224,8 @@ def test_stages_that_a_dead_trainer_left_are_forgotten_and_those_in_use_are_kept
     assert rig.publisher.complete(0, "").draft_version == 2
 
 
-def test_servers_join_and_leave(rig: Rig, tmp_path: Path) -> None:
+def test_servers_join_and_leave(rig: Rig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fleets, "LOOK_UP_SECONDS", LONG)
     members = tmp_path / "fleet"
     rig.fleet._members = Members((f"file:{members}",))
 

@@ -94,7 +94,6 @@ def test_a_half_written_release_is_never_listed(
 WRITER = """
 import sys
 from pathlib import Path
-from draft_trainer.releases.promotions import Promotions, Trial
 from draft_trainer.releases.registry import Registry
 from tests.draft_trainer.registry_rig import create
 registry = Registry(Path(sys.argv[1]))

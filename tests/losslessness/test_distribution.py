@@ -205,9 +205,11 @@ def test_greedy_outputs_are_those_without_speculation(
     plain = greedy(server, some)
     server.speculate(True)
     speculating = greedy(server, some)
+    rounds = []
     with Swapper(server, draft_tensors) as swapper:
-        swapping = greedy(server, some)
+        # A swap waits for a machine that is busy; the requests do not.
+        while not rounds or (swapper.swaps < 2 and swapper.error is None):
+            rounds.append(greedy(server, some))
     assert len(plain) == GREEDY_PROMPTS
     assert speculating == plain
-    assert swapping == plain
-    assert swapper.swaps >= 2
+    assert all(swapping == plain for swapping in rounds)

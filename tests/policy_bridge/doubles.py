@@ -37,8 +37,10 @@ class Server(AbstractContextManager["Server"]):
     def __init__(self, add: Callable[[grpc.Server], None], port: int = 0) -> None:
         self._server = grpc.server(futures.ThreadPoolExecutor(16), options=SERVER_OPTIONS)
         add(self._server)
-        # Not one of the system's: a server that is back finds its port free.
-        self.port = self._server.add_insecure_port(f"127.0.0.1:{port or free_port()}")
+        # Not one of the system's: a server that is back finds its port free. Nor one of those that
+        # services have chosen and listen on later.
+        port = port or free_port(range(28_000, 32_000))
+        self.port = self._server.add_insecure_port(f"127.0.0.1:{port}")
         assert self.port
         self._server.start()
 

@@ -179,7 +179,7 @@ def test_the_budget_is_of_all_windows_of_a_version(
         sync(bridge, version)
         for _ in range(4):
             ship(bridge, model, data)
-    assert bridge.flush(DEADLINE)
+        assert bridge.flush(DEADLINE)
     versions = [sample.policy_version for sample in trainer.samples.values()]
     assert versions == [1] * taken + [2] * taken
     stats = bridge.stats()
