@@ -72,7 +72,7 @@ def init_draft(
         target_hidden_size=sizes["hidden_size"],
         draft_vocab_size=vocab if draft_vocab_ids is None else len(draft_vocab_ids),
         aux_layer_ids=_layers(policy.config, aux_layer_ids, first=0),
-        rope=Rope.from_dict(policy.config),
+        rope=Rope.of_policy(policy.config),
     )
     rows = policy.lm_head
     if draft_vocab_ids is not None:
@@ -113,7 +113,7 @@ def init_dflash(
         RefusedError: a size is missing, or a layer or the mask token is not the policy's.
     """
     ids = _layers(policy.config, aux_layer_ids, first=1)
-    rope = Rope.from_dict(policy.config)
+    rope = Rope.of_policy(policy.config)
     document = {
         "architectures": [ARCHITECTURE],
         "model_type": "qwen3",
@@ -151,6 +151,9 @@ def _sizes(policy: Mapping[str, Any], intermediate_size: int | None) -> dict[str
         raise RefusedError(
             "the policy's config.json rms_norm_eps", eps, "a number", "write the draft's by hand"
         )
+    if intermediate_size is None and policy.get("intermediate_size") is None:
+        expected = "a width: the policy's config.json names none, as its layers have experts"
+        raise RefusedError("--intermediate-size", "nothing", expected, "give that of the MLP")
     return {
         "hidden_size": hidden,
         "intermediate_size": intermediate_size or size_of(policy, "intermediate_size"),

@@ -34,6 +34,7 @@ _OPTIONAL = {
     ),
 }
 _COMMON = ("rope_type", "type", "rope_theta", "partial_rotary_factor")
+_MROPE = ("mrope_section", "mrope_interleaved")
 _refuse = Refuse("config.json", "use a draft with a rope that is listed here")
 
 
@@ -95,6 +96,20 @@ class Rope:
         if not isinstance(partial, int | float) or not 0 < partial <= 1:
             _refuse(f"{field}.partial_rotary_factor", partial, "above 0 and at most 1")
         return cls(float(theta), kind, tuple(sorted(values.items())), float(partial))
+
+    @classmethod
+    def of_policy(cls, config: Mapping[str, Any]) -> Rope:
+        """The rope of a policy's text, whose tokens have one position in all multimodal sections.
+
+        Raises as ``from_dict``.
+        """
+        plain = dict(config)
+        for field in ("rope_parameters", "rope_scaling"):
+            if isinstance(given := config.get(field), Mapping):
+                # "mrope" as a type is the default one in sections.
+                kept = {n: v for n, v in given.items() if n not in _MROPE and v != "mrope"}
+                plain[field] = kept
+        return cls.from_dict(plain)
 
     def to_dict(self) -> dict[str, Any]:
         """``rope_parameters`` of transformers 5."""

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from draft_trainer.checkpoints.policy import PolicyCheckpoint, read_policy
 from draft_trainer.cli.main import main
 from draft_trainer.drafters.eagle3.checkpoint import Eagle3
-from draft_trainer.drafters.initial import choose_draft_vocabulary, init_draft
+from draft_trainer.drafters.initial import choose_draft_vocabulary, init_dflash, init_draft
 from draft_trainer.recordings.recording import Recording
 from slipstream.errors import RefusedError
 from tests.draft_trainer.recordings import record_synthetic
@@ -79,10 +79,25 @@ def test_scaled_rope_is_the_drafts_too() -> None:
     assert dict(made.rope.values)["factor"] == 8.0
 
 
+def test_multimodal_sections_of_a_policys_rope_are_left_out() -> None:
+    """As Qwen3.5's config.json says it, and Qwen2.5-VL's."""
+    sections = {"mrope_section": [2, 1, 1], "mrope_interleaved": True}
+    default = {"rope_type": "default", "rope_theta": 123.0, "partial_rotary_factor": 0.5}
+    older = {"rope_parameters": None, "rope_theta": 123.0, "partial_rotary_factor": 0.5}
+    for given in (
+        policy(rope_parameters=default | sections),
+        policy(**older, rope_scaling={"type": "mrope", "mrope_section": [2, 1, 1]}),
+    ):
+        eagle3 = init_draft(given, None, aux_layer_ids=(2, 5, 7)).config
+        dflash = init_dflash(given, 1).config
+        assert eagle3.to_dict()["rope_parameters"] == default
+        assert dflash.to_dict()["rope_parameters"] == default
+
+
 @pytest.mark.parametrize(
     ("changes", "layers", "text"),
     [
-        ({"intermediate_size": None}, None, "config.json intermediate_size: found None"),
+        ({"intermediate_size": None}, None, "--intermediate-size: found nothing"),
         ({"rms_norm_eps": None}, None, "config.json rms_norm_eps"),
         ({"rope_parameters": None}, None, "rope_theta"),
         ({}, (2, 10), r"--aux-layers: found \[2, 10\], expected ascending layers from 0 to 9"),

@@ -98,8 +98,6 @@ _FIXED_VALUES: dict[str, tuple[Any, ...]] = {
     "dual_chunk_attention_config": (None,),
 }
 _NO_BIAS = dict.fromkeys(("attention_bias", "bias", "use_bias"), (False, None))
-# Multimodal rotary sections: a text's tokens have the same position in each of them.
-_MROPE = ("mrope_section", "mrope_interleaved")
 _refuse = Refuse(
     "the policy's config.json",
     f"MTP heads of {', '.join(FAMILIES)} are supported; for this policy, adapt an EAGLE-3 "
@@ -198,12 +196,8 @@ def _family(document: Mapping[str, Any], text: Mapping[str, Any]) -> str:
 
 
 def _rope(text: Mapping[str, Any], family: Family) -> Rope:
-    fields = dict(text)
-    for field in ("rope_parameters", "rope_scaling"):
-        if isinstance(text.get(field), dict):
-            fields[field] = {n: v for n, v in text[field].items() if n not in _MROPE}
-    rope = Rope.from_dict(fields)
-    named = {**fields, **(fields.get("rope_parameters") or {})}
+    rope = Rope.of_policy(text)
+    named = {**text, **(text.get("rope_parameters") or {})}
     partly = family.block in ("qwen3_next", "glm4_moe")
     if partly and named.get("partial_rotary_factor") is None:
         # transformers' default for these is a quarter or half, and not the whole.
