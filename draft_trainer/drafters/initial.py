@@ -19,6 +19,12 @@ from slipstream.checkpoints import check_draft_vocabulary
 from slipstream.errors import RefusedError
 from slipstream.layers import check_layers, choose_aux_layers
 
+_ZERO_CENTRED = (
+    *("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "minimax_m3_vl_text"),
+    *("gemma", "gemma2", "gemma3_text"),
+)
+"""``model_type`` of policies whose final norm multiplies with 1 + its weight."""
+
 
 def choose_draft_vocabulary(counts: Tensor, size: int, allowed: Tensor) -> Tensor:
     """The tokens that were sampled most often; of equally frequent ones the lower ids.
@@ -178,4 +184,5 @@ def _start(draft: Draft, fc: nn.Linear, norm: Norm, policy: PolicyCheckpoint, se
                 parameter.normal_(0.0, parameter.shape[1] ** -0.5, generator=generator)
         hidden, layers = fc.out_features, fc.in_features // fc.out_features
         fc.weight.mul_(0.1).add_(torch.eye(hidden).repeat(1, layers) / layers)
-        norm.weight.copy_(policy.final_norm)
+        offset = 1.0 if policy.config.get("model_type") in _ZERO_CENTRED else 0.0
+        norm.weight.copy_(policy.final_norm.float() + offset)

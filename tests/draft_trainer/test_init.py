@@ -65,6 +65,13 @@ def test_the_policys_rows_and_norm_are_taken() -> None:
     assert float((aux @ made.fc.weight.detach().T - mean).norm() / mean.norm()) < 0.25
 
 
+@pytest.mark.parametrize("kind", ["qwen3_next", "qwen3_5_moe_text", "gemma3_text"])
+def test_a_final_norm_that_is_centred_on_0_is_the_drafts_around_1(kind: str) -> None:
+    given = policy(model_type=kind)
+    for made in (init_draft(given, None), init_dflash(given, 1)):
+        assert torch.equal(made.norm.weight, 1 + given.final_norm)
+
+
 def test_scaled_rope_is_the_drafts_too() -> None:
     scaled = {
         "rope_type": "llama3",
