@@ -46,7 +46,6 @@ _RANKS_APART = (
 )
 """``--data-parallel-...`` of vLLM, with which ranks run on several hosts."""
 
-_LOOPBACK = "127.0.0.1"
 _CHILD_SECONDS = 10.0
 _OTHER_GROUPS = (
     "vllm.general_plugins",
@@ -220,6 +219,12 @@ def settings_of(args: argparse.Namespace) -> Settings:
     args.draft_kind = served.name
     if args.draft_dir is not None:
         served.check(Path(args.model_tag), args.draft_dir)
+    online = args.quantization or getattr(args, "quantization_config", None)
+    if online and served.name == "mtp":
+        # vLLM builds the head with it, as with the quantization of a MODEL.
+        option = "--quantization" if args.quantization else "--quantization-config"
+        expected = "not given: an MTP head is not supported with a quantized MODEL"
+        raise RefusedError(option, "given", expected, "leave it out, or use another draft kind")
     args.speculative_config = served.speculative_config(
         args.draft_dir, args.draft_length, args.draft_sample_method
     )
@@ -239,7 +244,7 @@ def settings_of(args: argparse.Namespace) -> Settings:
         raise RefusedError("--speculation", args.speculation, expected, "leave it out")
     if one_length and args.speculation == "auto":
         raise RefusedError("--speculation", "auto", one_length, "leave it out")
-    args.host = args.host or _LOOPBACK
+    args.host = args.host or "127.0.0.1"
     check_port_free("--port", args.host, args.port)
     check_port_free("--control-port", args.control_host, args.control_port)
     if args.port == args.control_port and args.port:
@@ -320,10 +325,8 @@ def _check_supported(args: argparse.Namespace) -> None:
         ("--ec-transfer-config", None, "its store would keep an older policy's embeddings"),
     ):
         found = getattr(args, option.removeprefix("--").replace("-", "_"), None)
-        if most is None and found is not None and found is not False:
-            raise RefusedError(option, found, "not given", why)
-        if most is not None and found is not None and found > most:
-            raise RefusedError(option, found, most, why)
+        if found is not None and found is not False and (most is None or found > most):
+            raise RefusedError(option, found, "not given" if most is None else most, why)
     local = args.data_parallel_size_local
     if local not in (None, args.data_parallel_size) or args.data_parallel_backend != "mp":
         found = f"{local} with --data-parallel-backend {args.data_parallel_backend}"
@@ -428,9 +431,6 @@ def handle_early_signals(closers: Iterable[Callable[[], None]]) -> None:
     signal.signal(signal.SIGINT, stop)
 
 
-_ROLES = (Role.OBSERVE, Role.OPERATE)
-
-
 def add_access_options(group: Any) -> None:
     """Register the options: files and names, never secrets."""
     for option, what in (
@@ -485,7 +485,7 @@ def _access_option(name: str) -> str:
 
 
 def _by_role(option: str, given: list[str]) -> dict[Role, list[str]]:
-    found: dict[Role, list[str]] = {role: [] for role in _ROLES}
+    found: dict[Role, list[str]] = {role: [] for role in (Role.OBSERVE, Role.OPERATE)}
     for text in given:
         role, _, value = text.partition("=")
         if role not in found or not value:

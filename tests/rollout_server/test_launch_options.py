@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from examples.arithmetic_grpo.make_mtp import first_layers
+from draft_trainer.drafters import DRAFTERS
+from examples.arithmetic_grpo.make_mtp import first_layers, new_head, policy_with_mtp
 from rollout_server.launch import build_parser, settings_of, share_with_ray
 from rollout_server.plugins import MARK, log_with_vllm
 from slipstream.errors import RefusedError
@@ -88,6 +89,21 @@ def test_a_store_of_embeddings_is_refused(parse: Any) -> None:
     given = '{"ec_connector": "ECExampleConnector", "ec_role": "ec_both"}'
     with pytest.raises(RefusedError, match=r"--ec-transfer-config: found .*older policy's"):
         parse("--ec-transfer-config", given)
+
+
+def test_an_mtp_head_is_refused_where_the_model_is_quantized_as_it_loads(
+    parse: Any, policy_dir: Path, tmp_path: Path
+) -> None:
+    policy, head = policy_with_mtp(policy_dir, tmp_path / "policy"), tmp_path / "head"
+    head.mkdir()
+    DRAFTERS["mtp"].save(head, new_head(policy, seed=0))
+    config = json.dumps({"linear": {"weight": "fp8_per_channel_static"}})
+    given = [str(policy), "--draft", str(head), *PORTS]
+    settings_of(build_parser().parse_args(given))
+    for options in (("--quantization", "fp8_per_tensor"), ("--quantization-config", config)):
+        parse(*options)  # An EAGLE-3 draft has its own.
+        with pytest.raises(RefusedError, match=f"{options[0]}: found given.*MTP head"):
+            settings_of(build_parser().parse_args([*given, *options]))
 
 
 def test_a_draft_that_drafts_in_parallel_has_one_length(policy_dir: Path, tmp_path: Path) -> None:
