@@ -292,7 +292,7 @@ def _mark(dtype: torch.dtype) -> float:
 
 
 def _drop_unloaded(copy: nn.Module) -> None:
-    """Remove parameters that no tensor of the checkpoint is for: the live ones stay.
+    """Remove parameters that no tensor of the checkpoint is for, the live ones stay; zero padding.
 
     Raises:
         NotSwappableError: part of a parameter was loaded.
@@ -301,14 +301,19 @@ def _drop_unloaded(copy: nn.Module) -> None:
         if parameter is None:
             continue
         floating, mark = parameter.is_floating_point(), _mark(parameter.dtype)
-        missing = int((torch.isnan(parameter) if floating else parameter == mark).sum())
+        marked = torch.isnan(parameter) if floating else parameter == mark
+        missing = int(marked.sum())
         if missing == parameter.numel():
             del copy._parameters[name]
         elif missing:
-            raise NotSwappableError(
-                f"{type(copy).__name__}.{name}: {missing} of {parameter.numel()} elements are in "
-                "no tensor of the checkpoint"
-            )
+            # vLLM pads experts for some kernels, and says how much its loaders fill.
+            loaded = getattr(parameter, "weight_loader_numel", parameter.numel())
+            if missing != parameter.numel() - loaded:
+                raise NotSwappableError(
+                    f"{type(copy).__name__}.{name}: {missing} of {parameter.numel()} elements are "
+                    "in no tensor of the checkpoint"
+                )
+            parameter.masked_fill_(marked, 0)
 
 
 def standby_bytes(policy: nn.Module, draft: nn.Module) -> int:

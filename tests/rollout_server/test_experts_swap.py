@@ -101,6 +101,37 @@ def test_the_router_reads_the_correction_that_is_swapped(drafts: Drafts) -> None
     assert sum(one is bias for one, _ in copy.pairs()) == 1
 
 
+def test_experts_that_a_kernel_pads_are_loaded_and_their_padding_is_zero(
+    drafts: Drafts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.model_executor.layers.fused_moe import UnquantizedFusedMoEMethod as Method
+
+    converted: list[torch.Tensor] = []
+    monkeypatch.setattr(
+        *(Method, "process_weights_after_loading"),
+        lambda self, layer: converted.append(layer.w13_weight.clone()),
+    )
+
+    def load(pad: int) -> torch.Tensor:
+        """w13, of the kernel's width, as it is converted."""
+        copy = StandbyCopy(drafts.policy, drafts.draft)
+        [metas] = [each.meta for each in copy._copied if "w13_weight" in each.meta]
+        assert isinstance(metas, dict)
+        meta = metas["w13_weight"]
+        [count, width, hidden] = meta.shape
+        assert meta.weight_loader_numel == meta.numel()
+        metas["w13_weight"] = meta.new_empty(count, width + 2 * pad, hidden)
+        metas["w13_weight"].__dict__ = meta.__dict__.copy()
+        copy.load(drafts.sources[1].weights())
+        return converted[-1]
+
+    plain, padded = load(0), load(16)
+    half = plain.shape[1] // 2
+    gate, up = padded.chunk(2, dim=1)
+    assert torch.equal(torch.cat([gate[:, :half], up[:, :half]], dim=1), plain)
+    assert not gate[:, half:].any() and not up[:, half:].any()
+
+
 def test_a_reload_packs_experts_again(
     drafts: Drafts, releases: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
