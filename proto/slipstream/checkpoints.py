@@ -28,6 +28,8 @@ CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
 MANIFEST_FILE = "manifest.json"
 VOCABULARY_MAPS = ("d2t", "t2d")
+MIMO = "MiMoForCausalLM"
+"""Among ``architectures``: a model whose configuration transformers does not have."""
 
 DTYPES = {
     "F32": "float32",
@@ -69,6 +71,17 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
         if isinstance(nested, Mapping) and nested:
             return nested
     return config
+
+
+def without_code(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A config.json that transformers reads with its own classes, for a folder without code.
+
+    MiMo's becomes Qwen2's, which has the same fields; vLLM knows MiMo by ``architectures``.
+    """
+    found = {name: value for name, value in config.items() if name != "auto_map"}
+    if found.get("architectures") == [MIMO]:
+        found["model_type"] = "qwen2"
+    return found
 
 
 def pickles(directory: Path) -> list[str]:

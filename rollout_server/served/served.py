@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from rollout_server.checkpoint import read_config
-from slipstream.checkpoints import read_layout, text_config
+from slipstream.checkpoints import read_layout, text_config, without_code
 from slipstream.errors import RefusedError
 
 
@@ -62,8 +62,10 @@ def check_sizes(
     Raises:
         RefusedError: a directory or file is missing or damaged, or they differ.
     """
-    model = text_config(read_config(model_dir, "MODEL"))
-    draft = text_config(read_config(draft_dir, "--draft"))
+    model, draft = (
+        text_config(without_code(read_config(folder, option)))
+        for folder, option in ((model_dir, "MODEL"), (draft_dir, "--draft"))
+    )
     read_layout(model_dir)
     for name in names:
         if draft.get(name) is None or draft.get(name) != model.get(name):

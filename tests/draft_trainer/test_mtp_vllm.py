@@ -56,7 +56,11 @@ GLM: dict[str, Any] = {
 }
 _DOCUMENTS: dict[str, dict[str, Any]] = {
     # transformers does not know MiMo: its checkpoints bring their configuration's code.
-    "mimo": {"architectures": ["MiMoForCausalLM"], "model_type": "qwen2"},
+    "mimo": {
+        "architectures": ["MiMoForCausalLM"],
+        "model_type": "mimo",
+        "auto_map": {"AutoConfig": "configuration_mimo.MiMoConfig"},
+    },
     "ernie4_5_moe": {
         "architectures": ["Ernie4_5_MoeForCausalLM"],
         "model_type": "ernie4_5_moe",

@@ -94,6 +94,14 @@ def test_an_mtp_head_that_does_not_fit(tmp_path: Path) -> None:
     model, head = write(tmp_path / "model", POLICY | HEAD), write(tmp_path / "head")
     mtp = SERVED["mtp"]
     mtp.check(model, head)
+    # A release of MiMo's head has a configuration that transformers knows.
+    mimo = {"architectures": ["MiMoForCausalLM"]}
+    mtp.check(
+        write(tmp_path / "mimo", POLICY, model_type="mimo", auto_map={}, **mimo),
+        write(tmp_path / "mimo_head", model_type="qwen2", **mimo),
+    )
+    with pytest.raises(RefusedError, match="model_type: found qwen2"):
+        mtp.check(model, tmp_path / "mimo_head")
     with pytest.raises(RefusedError, match="hidden_size: found 4"):
         mtp.check(model, write(tmp_path / "narrow", hidden_size=4))
     with pytest.raises(RefusedError, match=r"2 others, such as lm_head\.weight"):

@@ -12,7 +12,13 @@ from draft_trainer.checkpoints.policy import read_policy_config
 from draft_trainer.drafters.draft import Checkpoint, DraftShape, OneLayout, check_fits
 from draft_trainer.drafters.mtp.config import FAMILIES, MtpConfig
 from draft_trainer.drafters.mtp.head import MtpHead
-from slipstream.checkpoints import CONFIG_FILE, load_tensors, text_config, weight_files
+from slipstream.checkpoints import (
+    CONFIG_FILE,
+    load_tensors,
+    text_config,
+    weight_files,
+    without_code,
+)
 from slipstream.errors import RefusedError
 from slipstream.hub import read_json
 
@@ -39,14 +45,13 @@ class Mtp(OneLayout):
         document = read_json(directory / CONFIG_FILE, _ADVICE)
         config: MtpConfig = self.shape_of(directory, document)
         if policy is not None:
-            ours = text_config(document)
-            check_fits(
-                {name: ours.get(name) for name in _SIZES}, read_policy_config(policy), _ADVICE
-            )
+            ours, theirs = text_config(config.document), without_code(read_policy_config(policy))
+            check_fits({name: ours.get(name) for name in _SIZES}, theirs, _ADVICE)
         stored = load_tensors(directory, config.prefix)
         for copy in FAMILIES[config.family].copies:
             stored.pop(config.prefix + copy, None)
         if not stored:
             expected = f"tensors {config.prefix}*, which a policy with an MTP head has"
             raise RefusedError(str(directory), "none of them", expected, _ADVICE)
-        return self.checkpoint(directory, config, stored, document)
+        released = config.to_dict()
+        return self.checkpoint(directory, config, stored, released, released == document)

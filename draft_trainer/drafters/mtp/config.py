@@ -17,7 +17,7 @@ from draft_trainer.drafters.draft import StoredShape
 from draft_trainer.drafters.fields import Refuse
 from draft_trainer.drafters.mtp.experts import ExpertsShape
 from draft_trainer.drafters.rope import Rope
-from slipstream.checkpoints import text_config
+from slipstream.checkpoints import MIMO, text_config, without_code
 
 PARTS = ("fc.", "embed_norm.", "hidden_norm.", "layer.", "norm.")
 """What the names of parameters begin with in ``MtpHead``."""
@@ -113,7 +113,7 @@ class MtpConfig(StoredShape):
         family: one of ``FAMILIES``.
         block: its decoder layer; its norms are of the same kind.
         experts: what is in place of its SwiGLU, or None.
-        document: the policy's config.json.
+        document: the policy's config.json, ``without_code``.
     """
 
     family: str
@@ -174,15 +174,13 @@ class MtpConfig(StoredShape):
                 zero_centred=qwen3_next,
             ),
             experts=ExpertsShape.of(text) if glm else None,
-            document=dict(document),
+            document=without_code(document),
         )
 
 
 def _family(document: Mapping[str, Any], text: Mapping[str, Any]) -> str:
     """The head's family, or why it is not represented."""
-    kind, architectures = text.get("model_type"), document.get("architectures")
-    if isinstance(architectures, list) and "MiMoForCausalLM" in architectures:
-        kind = "mimo"
+    kind = "mimo" if document.get("architectures") == [MIMO] else text.get("model_type")
     if text.get("kv_lora_rank") is not None:
         _refuse("kv_lora_rank", text["kv_lora_rank"], "none: latent attention is not represented")
     experts = next((n for n in ("num_experts", "n_routed_experts") if text.get(n)), None)
