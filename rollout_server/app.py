@@ -255,11 +255,17 @@ def _stage_first_draft(draft_dir: Path, store: ContentStore, tied: bool) -> Weig
 def _expected_policy(
     layout: Layout, description: Description, served: Served, config: Mapping[str, Any]
 ) -> Expected:
-    """All of the checkpoint but the draft's tensors in it, which a training loop does not have."""
-    policy = {name: tensor for name, tensor in layout.items() if not served.has(name, config)}
-    forbidden = dict.fromkeys(layout.keys() - policy, "stage it as a draft: it is one here")
+    """All of the checkpoint but its MTP head, which a training loop does not have.
+
+    The policy's model in vLLM does not load a head that comes as well.
+    """
+    head = {name: tensor for name, tensor in layout.items() if SERVED["mtp"].has(name, config)}
+    policy = {name: tensor for name, tensor in layout.items() if name not in head}
+    forbidden: dict[str, str] = {}
+    if served.name == "mtp":
+        forbidden, head = dict.fromkeys(head, "stage it as a draft: it is one here"), {}
     tied = _tied(policy, POLICY in description.tied)
-    return Expected(POLICY, policy, description.served_dtype, forbidden=forbidden, tied=tied)
+    return Expected(POLICY, policy, description.served_dtype, head, forbidden=forbidden, tied=tied)
 
 
 def _expected_draft(draft: Weights, description: Description, served: Served) -> Expected:

@@ -212,6 +212,22 @@ def test_stages_of_an_mtp_head_and_of_its_policy(tmp_path: Path) -> None:
         policy.check([*whole, specs[0]])
 
 
+@pytest.mark.parametrize("kind", [kind for kind in SERVED if kind != "mtp"])
+def test_a_policy_comes_with_or_without_an_mtp_head_that_does_not_draft(
+    kind: str, tmp_path: Path
+) -> None:
+    layout = read_layout(write(tmp_path / "model", POLICY | HEAD))
+    seen = Description(False, (), "float32")
+    expected = _expected_policy(layout, seen, SERVED[kind], MODEL)
+    for tensors in (POLICY, POLICY | HEAD):
+        specs = [spec_of(name, tensor) for name, tensor in tensors.items()]
+        assert expected.check(specs) == specs
+    with pytest.raises(RefusedError, match=r"mtp\.norm\.weight\].shape"):
+        expected.check([*specs[:-1], spec_of("mtp.norm.weight", torch.zeros(2))])
+    with pytest.raises(RefusedError, match=r"1 missing: model\.embed_tokens\.weight"):
+        expected.check(specs[1:])
+
+
 class Describes:
     """An engine that is asked for no more."""
 
