@@ -6,6 +6,7 @@ image may not have.
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -97,6 +98,29 @@ def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
 def plain_name(name: str) -> str:
     """A parameter's name without what compiling and checkpointing put into it."""
     return name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "")
+
+
+def as_stored(model: nn.Module | None, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Tensors by a transformers model's own names, as a checkpoint of it has them.
+
+    From version 5 on a model has a layer's experts in one tensor, and its checkpoint each by
+    itself: until this returns they are held twice. Tensors that need no change are the given ones.
+    So are all of another model's, or by other names.
+    """
+    # A model of transformers 5 cannot be there where this was never imported.
+    if model is None or "transformers.core_model_loading" not in sys.modules:
+        return tensors
+    from transformers import PreTrainedModel
+    from transformers.core_model_loading import revert_weight_conversion
+
+    *_, inner = unwrapped(model)
+    if not isinstance(inner, PreTrainedModel):
+        return tensors
+    # A policy that adapters were merged into has the names that they have changed in the model.
+    own = {plain_name(name).replace("base_layer.", "") for name in inner.state_dict()}
+    if not tensors.keys() <= own:
+        return tensors
+    return cast(dict[str, torch.Tensor], revert_weight_conversion(inner, tensors))
 
 
 _LAYER_PATHS = (

@@ -28,7 +28,7 @@ from torch import nn
 from policy_bridge.config import BridgeConfig
 from policy_bridge.fleet import SILENT, Errors, RolloutFleet, Tensors, describe
 from policy_bridge.logits import is_sharded
-from policy_bridge.model import full_tensor, plain_name, unwrapped
+from policy_bridge.model import as_stored, full_tensor, plain_name, unwrapped
 from policy_bridge.session import Session
 from policy_bridge.stats import SyncResult
 from slipstream.errors import RefusedError, refused_from
@@ -135,9 +135,9 @@ class SyncWindow:
         this version, as long as the weights are still its own, or the next ``sync`` the next one.
 
         Args:
-            source: a model or its state dict, named as vLLM's checkpoint loader expects;
-                None: the model that the bridge was built with. Floating tensors are cast
-                to ``policy_dtype``; tensors tied to one before them are left out.
+            source: a model, its state dict, or tensors named as in the served checkpoint; None:
+                the model that the bridge was built with, whose names a state dict has. Floating
+                tensors are cast to ``policy_dtype``; tensors tied to one before them are left out.
 
         Raises:
             RefusedError: there is no rollout server, the policy was pushed already, another
@@ -153,7 +153,7 @@ class SyncWindow:
             self.waiting = source
             self._so_far = replace(self._so_far, policy_waits=True)
             return
-        self._stage(lambda: policy_tensors(source, self.config.policy_dtype))
+        self._stage(lambda: policy_tensors(source, self.config.policy_dtype, self.model))
 
     def push_external(self, update: Mapping[str, object], send: Callable[[], None]) -> None:
         """Have every rollout server receive the policy by vLLM's own weight-transfer engine.
@@ -375,13 +375,20 @@ def _check_whole(source: nn.Module | Tensors) -> None:
             raise RefusedError("push_policy", found, "whole tensors", step)
 
 
-def policy_tensors(source: nn.Module | Tensors, dtype_name: str) -> dict[str, torch.Tensor]:
+def policy_tensors(
+    source: nn.Module | Tensors, dtype_name: str, model: nn.Module | None = None
+) -> dict[str, torch.Tensor]:
     """The policy's parameters by checkpoint name, on CPU, floating ones cast to ``dtype_name``.
 
     Of tensors that share their memory (a tied lm_head) only the first is kept, as in a saved
     checkpoint. Wrappers (DDP, torch.compile, checkpointing) are looked through. Sharded parameters
     are gathered one by one, a collective call where there are several ranks, whose parameters
     ``push_policy`` refuses before it comes to this.
+
+    Args:
+        source: a model or tensors.
+        dtype_name: torch's name without "torch."; empty: as they are.
+        model: whose names tensors may have; they then get those of its checkpoint.
 
     Raises:
         RefusedError: a PEFT model, whose names and base weights are not the policy's.
@@ -400,7 +407,7 @@ def policy_tensors(source: nn.Module | Tensors, dtype_name: str) -> dict[str, to
         seen.add(key)
         cast = dtype if tensor.is_floating_point() and dtype is not None else tensor.dtype
         tensors[name] = tensor.detach().to("cpu", cast)
-    return tensors
+    return as_stored(source if isinstance(source, nn.Module) else model, tensors)
 
 
 def _plain_state(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -5,15 +5,18 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 from docs.make_families import PAGE, eagle3_in_vllm, row
 from policy_bridge import BridgeConfig, ModulePaths, PolicyBridge
 from policy_bridge.logits import check_logits, check_logprobs, form_of
+from policy_bridge.sync import policy_tensors
 from slipstream.errors import RefusedError
 from slipstream.logits import LogitForm
 from slipstream.v1 import tensor_pb2
@@ -51,6 +54,17 @@ def test_a_family_is_trained_on_its_own_distribution_or_refused_and_the_matrix_s
         assert found.most == pytest.approx(1.0, abs=5e-3)
         # Near the logarithm of the vocabulary: the draft is random.
         assert math.isfinite(found.loss) and 3.0 < found.loss < 6.0
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_family_is_pushed_as_its_checkpoint_is_saved(family: str, tmp_path: Path) -> None:
+    model = make(family)
+    model.save_pretrained(tmp_path)
+    stored, pushed = load_file(tmp_path / "model.safetensors"), policy_tensors(model, "")
+    assert pushed.keys() == stored.keys()
+    assert all(torch.equal(pushed[name], tensor) for name, tensor in stored.items())
+    kept = model.state_dict()
+    assert all(pushed[name].data_ptr() == kept[name].data_ptr() for name in kept.keys() & pushed)
 
 
 @pytest.mark.parametrize("family", ["Llama", "Mixtral", "CodeGen"])

@@ -57,9 +57,9 @@ def mixtral() -> PreTrainedModel:
     return MixtralForCausalLM(MixtralConfig(**SIZES, **experts))
 
 
-def qwen3_moe() -> PreTrainedModel:
+def qwen3_moe(**changes: object) -> PreTrainedModel:
     torch.manual_seed(0)
-    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES, **MOE))
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**{**SIZES, **MOE, **changes}))
 
 
 def tied() -> PreTrainedModel:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import Replicate, Shard
@@ -30,7 +31,7 @@ from slipstream.logits import LogitForm
 
 from .conftest import HIDDEN, VOCAB, Connect, batch, make_model, ship, sync
 from .doubles import DEADLINE, FakeTrainer
-from .test_models import check_states, qwen3
+from .test_models import check_states, qwen3, qwen3_moe
 from .test_peft import adapted
 from .windows import Batch, Windows, assert_same_bits, gradients, hooks_on, session_of
 
@@ -83,6 +84,17 @@ def test_what_cannot_be_captured_or_pushed_is_refused_by_name(one_rank: None) ->
         )
     with pytest.raises(RefusedError, match="merge the adapters"):
         policy_tensors(adapted(target_modules=["q_proj"]), "")
+
+
+def test_experts_of_a_wrapped_policy_are_pushed_as_the_checkpoint_has_them(one_rank: None) -> None:
+    stored = policy_tensors(qwen3_moe(), "").keys()
+    assert policy_tensors(DistributedDataParallel(qwen3_moe()), "").keys() == stored
+    model = qwen3_moe()
+    fully_shard(model)
+    gathered = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+    assert gathered.keys() != stored
+    for source in (model, gathered):
+        assert policy_tensors(source, "", model).keys() == stored
 
 
 def nothing(weight: torch.nn.Parameter) -> None:
