@@ -107,20 +107,20 @@ def as_stored(model: nn.Module | None, tensors: dict[str, torch.Tensor]) -> dict
     itself: until this returns they are held twice. Tensors that need no change are the given ones.
     So are all of another model's, or by other names.
     """
-    # A model of transformers 5 cannot be there where this was never imported.
-    if model is None or "transformers.core_model_loading" not in sys.modules:
+    # Not imported: where there is a model of transformers, this module is there. Version 4 has no
+    # such function.
+    modeling = sys.modules.get("transformers.modeling_utils")
+    revert = getattr(modeling, "revert_weight_conversion", None)
+    if model is None or modeling is None or revert is None:
         return tensors
-    from transformers import PreTrainedModel
-    from transformers.core_model_loading import revert_weight_conversion
-
     *_, inner = unwrapped(model)
-    if not isinstance(inner, PreTrainedModel):
+    if not isinstance(inner, modeling.PreTrainedModel):
         return tensors
     # A policy that adapters were merged into has the names that they have changed in the model.
     own = {plain_name(name).replace("base_layer.", "") for name in inner.state_dict()}
     if not tensors.keys() <= own:
         return tensors
-    return cast(dict[str, torch.Tensor], revert_weight_conversion(inner, tensors))
+    return cast(dict[str, torch.Tensor], revert(inner, tensors))
 
 
 _LAYER_PATHS = (
