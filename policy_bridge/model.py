@@ -101,7 +101,7 @@ def plain_name(name: str) -> str:
 
 
 def as_stored(model: nn.Module | None, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Tensors by a transformers model's own names, as a checkpoint of it has them.
+    """Tensors by a transformers model's own names, as an unquantized checkpoint of it has them.
 
     From version 5 on a model has a layer's experts in one tensor, and its checkpoint each by
     itself: until this returns they are held twice. Tensors that need no change are the given ones.
@@ -116,11 +116,24 @@ def as_stored(model: nn.Module | None, tensors: dict[str, torch.Tensor]) -> dict
     *_, inner = unwrapped(model)
     if not isinstance(inner, modeling.PreTrainedModel):
         return tensors
+    # Not by state_dict(): FSDP2's hooks change the state of this rank alone.
+    names = [name for name, _ in inner.named_parameters(remove_duplicate=False)]
+    names += [name for name, _ in inner.named_buffers(remove_duplicate=False)]
     # A policy that adapters were merged into has the names that they have changed in the model.
-    own = {plain_name(name).replace("base_layer.", "") for name in inner.state_dict()}
+    own = {plain_name(name).replace("base_layer.", "") for name in names}
     if not tensors.keys() <= own:
         return tensors
-    return cast(dict[str, torch.Tensor], revert(inner, tensors))
+    loaded: Any = getattr(inner, "_weight_conversions", None)
+    operations = [op for one in loaded or () for op in getattr(one, "operations", ())]
+    if not any(hasattr(op, "hf_quantizer") for op in operations):
+        return cast(dict[str, torch.Tensor], revert(inner, tensors))
+    # Its weights were dequantized as they were loaded: reverted, they would be quantized again.
+    # Without these conversions transformers reverts those of the class.
+    inner.__dict__["_weight_conversions"] = None
+    try:
+        return cast(dict[str, torch.Tensor], revert(inner, tensors))
+    finally:
+        inner.__dict__["_weight_conversions"] = loaded
 
 
 _LAYER_PATHS = (

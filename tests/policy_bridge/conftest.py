@@ -11,7 +11,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from policy_bridge import BridgeConfig, PolicyBridge
 from policy_bridge.copier import Copier
 
-from .doubles import DEADLINE, FakeTrainer
+from .doubles import DEADLINE, FakeRollout, FakeTrainer, Server
 from .windows import Streams
 
 VOCAB, HIDDEN = 64, 32
@@ -40,6 +40,7 @@ def model() -> Qwen3ForCausalLM:
 
 
 Connect = Callable[..., PolicyBridge]
+Rollouts = list[tuple[FakeRollout, Server]]
 
 
 @pytest.fixture
@@ -118,3 +119,16 @@ def ship(bridge: PolicyBridge, model: torch.nn.Module, data: dict[str, torch.Ten
         capture.ship(
             data["input_ids"], attention_mask=data["attention_mask"], loss_mask=data["loss_mask"]
         )
+
+
+@pytest.fixture
+def rollouts() -> Iterator[Rollouts]:
+    """Two rollout servers."""
+    servers = [(double, double.serve()) for double in (FakeRollout(), FakeRollout())]
+    yield servers
+    for _, server in servers:
+        server.kill()
+
+
+def addresses(rollouts: Rollouts) -> tuple[str, ...]:
+    return tuple(server.address for _, server in rollouts)

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import nn
+from transformers import AutoModelForCausalLM, FineGrainedFP8Config, Mxfp4Config
 
 from docs.make_families import PAGE, eagle3_in_vllm, row
 from policy_bridge import BridgeConfig, ModulePaths, PolicyBridge
@@ -21,9 +24,10 @@ from slipstream.errors import RefusedError
 from slipstream.logits import LogitForm
 from slipstream.v1 import tensor_pb2
 
-from .conftest import VOCAB, Connect, batch, make_model, ship, sync
+from .conftest import HIDDEN, VOCAB, Connect, Rollouts, addresses, batch, make_model, ship, sync
 from .doubles import DEADLINE, FakeTrainer
 from .families import FAMILIES, make, masses, outcome
+from .test_models import qwen3_moe
 from .windows import Windows
 
 REFUSED = {
@@ -32,6 +36,46 @@ REFUSED = {
     "Mamba": "modules.decoder_layers: found none of",
 }
 """What is not trained on, and why."""
+
+FP8 = {
+    "quant_method": "fp8",
+    "weight_block_size": [128, 128],
+    "activation_scheme": "dynamic",
+    "modules_to_not_convert": ["lm_head"],
+}
+MXFP4 = {
+    "quant_method": "mxfp4",
+    "modules_to_not_convert": [
+        *("model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head")
+    ],
+}
+Stored = dict[str, torch.Tensor]
+
+
+def fp8(stored: Stored) -> Stored:
+    """A checkpoint with projections as DeepSeek's and Qwen's FP8 ones have them."""
+    found = dict(stored)
+    for name in stored:
+        if name.endswith("proj.weight"):
+            found[name] = stored[name].to(torch.float8_e4m3fn)
+            blocks = [-(-size // 128) for size in stored[name].shape]
+            found[f"{name}_scale_inv"] = torch.ones(blocks)
+    return found
+
+
+def mxfp4(stored: Stored) -> Stored:
+    """A checkpoint with experts as GPT-OSS has them."""
+    found = {}
+    for name, tensor in stored.items():
+        if not name.endswith(("gate_up_proj", "down_proj")):
+            found[name] = tensor
+            continue
+        experts, inputs, outputs = tensor.shape
+        blocks = (experts, outputs, inputs // 32)
+        found[f"{name}_blocks"] = torch.zeros(*blocks, 16, dtype=torch.uint8)
+        found[f"{name}_scales"] = torch.full(blocks, 127, dtype=torch.uint8)
+    return found
+
 
 SOME = ("Llama", "Phi (1, 1.5, 2)", "Gemma 2", "Granite")
 
@@ -65,6 +109,66 @@ def test_a_family_is_pushed_as_its_checkpoint_is_saved(family: str, tmp_path: Pa
     assert all(torch.equal(pushed[name], tensor) for name, tensor in stored.items())
     kept = model.state_dict()
     assert all(pushed[name].data_ptr() == kept[name].data_ptr() for name in kept.keys() & pushed)
+
+
+def test_experts_are_pushed_as_the_checkpoint_has_them(
+    connect: Connect, rollouts: Rollouts, tmp_path: Path
+) -> None:
+    """A model of transformers 5 has all of a layer's in one tensor."""
+    sizes = {"hidden_size": HIDDEN, "num_hidden_layers": 8}
+    model = qwen3_moe(**sizes)
+    model.save_pretrained(tmp_path)
+    stored = load_file(tmp_path / "model.safetensors")
+    assert "model.layers.0.mlp.experts.3.up_proj.weight" in stored.keys() - model.state_dict()
+    bridge = connect(model=model, rollout_servers=addresses(rollouts))
+    for version, source in enumerate((None, model.state_dict(), stored), 1):
+        with bridge.sync(version) as window:
+            window.push_policy(source)
+        for double, _ in rollouts:
+            assert double.policy_version == version
+            assert double.live.keys() == stored.keys()
+            for name, tensor in stored.items():
+                assert torch.equal(double.live[name], tensor.bfloat16())
+    # Wrapped, or with adapters beside what they were merged into.
+    lora = peft.get_peft_model(qwen3_moe(**sizes), peft.LoraConfig(target_modules=["q_proj"]))
+    assert policy_tensors(model.state_dict(), "", lora).keys() == stored.keys()
+    for index, layer in enumerate(model.model.layers):
+        model.model.layers[index] = torch.compile(layer, backend="eager")
+    assert policy_tensors(torch.compile(model, backend="eager"), "").keys() == stored.keys()
+
+
+@pytest.mark.parametrize("family", ["Qwen3-MoE", "GPT-OSS"])
+def test_a_policy_that_was_dequantized_is_pushed_as_an_unquantized_one(
+    family: str, tmp_path: Path
+) -> None:
+    """transformers would quantize it again as it saves it."""
+    model = make(family).bfloat16()
+    model.save_pretrained(tmp_path)
+    stored = load_file(tmp_path / "model.safetensors")
+    quantized, changes, loading = {
+        "Qwen3-MoE": (fp8, FP8, FineGrainedFP8Config(dequantize=True)),
+        "GPT-OSS": (mxfp4, MXFP4, Mxfp4Config(dequantize=True)),
+    }[family]
+    save_file(quantized(stored), tmp_path / "model.safetensors", {"format": "pt"})
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": changes}))
+    policy = AutoModelForCausalLM.from_pretrained(
+        tmp_path, quantization_config=loading, dtype=torch.bfloat16
+    )
+    kept = policy._weight_conversions
+    pushed = policy_tensors(policy, "")
+    # Not their shapes: 48 is no multiple of the 32 that share a scale.
+    kinds = [{name: tensor.dtype for name, tensor in part.items()} for part in (pushed, stored)]
+    assert kinds[0] == kinds[1]
+    assert policy._weight_conversions is kept
+
+
+def test_naming_weights_calls_no_hook_of_the_model() -> None:
+    """FSDP2's would change the state of one rank alone."""
+    model = make("Qwen3-MoE")
+    tensors = dict(model.state_dict())
+    model.register_state_dict_pre_hook(lambda *_: pytest.fail("a state dict was made"))
+    assert policy_tensors(tensors, "", model).keys() != tensors.keys()
 
 
 @pytest.mark.parametrize("family", ["Llama", "Mixtral", "CodeGen"])

@@ -12,11 +12,8 @@ from slipstream.errors import RefusedError
 from slipstream.v1 import draft_trainer_pb2 as pb
 from slipstream.v1 import rollout_server_pb2 as rollout_pb
 
-from .conftest import Connect
+from .conftest import Connect, Rollouts, addresses
 from .doubles import DEADLINE, FakeRollout, FakeTrainer
-from .test_sync import Rollouts, addresses, rollouts
-
-__all__ = ["rollouts"]
 
 
 def test_a_transfer_that_cannot_be_sent_is_the_callers_error(

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
-import peft
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from policy_bridge import DisabledBridge, PolicyBridge, PolicySyncError
 from policy_bridge.stats import SyncResult
@@ -19,26 +15,11 @@ from slipstream.errors import RefusedError
 from slipstream.v1 import draft_trainer_pb2 as pb
 from slipstream.v1 import rollout_server_pb2 as rollout_pb
 
-from .conftest import HIDDEN, Connect, batch, make_model, ship
-from .doubles import DEADLINE, BlackHole, FakeRollout, FakeTrainer, Server
-from .test_models import qwen3_moe
+from .conftest import Connect, Rollouts, addresses, batch, make_model, ship
+from .doubles import DEADLINE, BlackHole, FakeTrainer
 from .test_peft import adapted
 
-
-@pytest.fixture
-def rollouts() -> Iterator[list[tuple[FakeRollout, Server]]]:
-    servers = [(double, double.serve()) for double in (FakeRollout(), FakeRollout())]
-    yield servers
-    for _, server in servers:
-        server.kill()
-
-
-Rollouts = list[tuple[FakeRollout, Server]]
 Log = pytest.LogCaptureFixture
-
-
-def addresses(rollouts: Rollouts) -> tuple[str, ...]:
-    return tuple(server.address for _, server in rollouts)
 
 
 def push(bridge: PolicyBridge, version: int) -> SyncResult:
@@ -473,32 +454,6 @@ def test_policy_tensors_cast_floats_and_send_tied_ones_once() -> None:
         "empty": torch.bfloat16,
     }
     assert policy_tensors(given, "")["w"].dtype == torch.float32
-
-
-def test_experts_are_pushed_as_the_checkpoint_has_them(
-    connect: Connect, rollouts: Rollouts, tmp_path: Path
-) -> None:
-    """A model of transformers 5 has all of a layer's in one tensor."""
-    sizes = {"hidden_size": HIDDEN, "num_hidden_layers": 8}
-    model = qwen3_moe(**sizes)
-    model.save_pretrained(tmp_path)
-    stored = load_file(tmp_path / "model.safetensors")
-    assert "model.layers.0.mlp.experts.3.up_proj.weight" in stored.keys() - model.state_dict()
-    bridge = connect(model=model, rollout_servers=addresses(rollouts))
-    for version, source in enumerate((None, model.state_dict(), stored), 1):
-        with bridge.sync(version) as window:
-            window.push_policy(source)
-        for double, _ in rollouts:
-            assert double.policy_version == version
-            assert double.live.keys() == stored.keys()
-            for name, tensor in stored.items():
-                assert torch.equal(double.live[name], tensor.bfloat16())
-    # Wrapped, or with adapters beside what they were merged into.
-    lora = peft.get_peft_model(qwen3_moe(**sizes), peft.LoraConfig(target_modules=["q_proj"]))
-    assert policy_tensors(model.state_dict(), "", lora).keys() == stored.keys()
-    for index, layer in enumerate(model.model.layers):
-        model.model.layers[index] = torch.compile(layer, backend="eager")
-    assert policy_tensors(torch.compile(model, backend="eager"), "").keys() == stored.keys()
 
 
 def test_what_vllm_receives_is_sent_while_the_servers_commit(
