@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rollout_server.read_back import SAME
@@ -183,7 +183,9 @@ class VllmEngine:
         """
         results = await self._apply_on_each(changes)
         result = Result.all_of(results)
-        if result.restored and result.split(results):
+        if result.split(results) and not all(change.can_be_undone for change in changes):
+            result = replace(result, restored=False)
+        elif result.restored and result.split(results):
             undone = await self._apply_on_each([change.undone() for change in changes])
             result = result.taken_back(results, undone)
         return result

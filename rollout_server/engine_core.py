@@ -381,7 +381,9 @@ class EngineHooks:
         results = [Result(**r) for r in self._rpc("slipstream_apply", timeout, (messages,))]
         result = Result.all_of(results)
         changes = [Change.from_message(message) for message in messages]
-        if result.split(results):
+        if result.split(results) and not all(change.can_be_undone for change in changes):
+            result = replace(result, restored=False)
+        elif result.split(results):
             undo = [change.undone().to_message() for change in changes]
             undone = [Result(**r) for r in self._rpc("slipstream_apply", timeout, (undo,))]
             result = result.taken_back(results, undone)

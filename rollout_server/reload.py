@@ -52,8 +52,16 @@ class Change:
         return cls(message["kind"], new, old)
 
     def undone(self) -> Change:
-        """The change that puts the old weights back, whatever is there."""
+        """The change that puts the old weights back, whatever is there.
+
+        Only if ``can_be_undone``: a worker would wait for a transfer that nobody sends.
+        """
         return Change(self.kind, self.old, self.old)
+
+    @property
+    def can_be_undone(self) -> bool:
+        """Whether the old weights are held on this host."""
+        return not self.old.transfer
 
 
 @dataclass(frozen=True)
@@ -160,7 +168,10 @@ class LiveModel:
 
 
 def apply_all(changes: Sequence[tuple[Change, LiveModel]]) -> Result:
-    """Apply every change; after a failure every model has its old weights again."""
+    """Apply every change; after a failure every model has its old weights again.
+
+    ``Result.restored`` says if not, as where the old weights came by a transfer.
+    """
     start = time.perf_counter()
     touched: list[tuple[Change, LiveModel]] = []
     error, restored = "", True
@@ -178,7 +189,8 @@ def apply_all(changes: Sequence[tuple[Change, LiveModel]]) -> Result:
         try:
             for change, live in touched:
                 live.abandon()
-                live.apply(change.old, change.new)
+                # Nobody sends the old weights again: those of a transfer are held nowhere.
+                replace(live, receive=None).apply(change.old, change.new)
         except (NotSwappableError, *LOAD_FAILURES) as second:
             error += f"; and then the old weights: {type(second).__name__}: {second}"
             restored = False

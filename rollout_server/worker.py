@@ -178,8 +178,8 @@ def slipstream_apply(self: Any, messages: list[Mapping[str, Any]]) -> dict[str, 
             receive = functools.partial(_receive, self)
             live = LiveModel(self.get_model(), config.model_config, receive=receive)
         changes.append((change, live))
-    # Last: what a weight-transfer engine brings cannot be put back from here.
-    changes.sort(key=lambda each: bool(each[0].new.transfer))
+    # Last: what a weight-transfer engine brings, or has brought, cannot be put back from here.
+    changes.sort(key=lambda each: bool(each[0].new.transfer or each[0].old.transfer))
     try:
         for change, live in changes:
             if live.reloads(change.new):

@@ -27,6 +27,7 @@ from tests.rollout_server.live import Live, prompts
 
 DRAFT = Change("draft", WeightSource("new"), WeightSource("old"))
 POLICY = Change("policy", WeightSource("new"), WeightSource("old"))
+EXTERNAL = Change("policy", WeightSource("new"), WeightSource(transfer="{}"))
 
 
 class Client:
@@ -106,6 +107,15 @@ def test_no_step_mixes_two_policies() -> None:
     with pytest.raises(UntrustedEngineError):
         asyncio.run(VllmEngine(client).apply([POLICY]))
     assert ("go on", "") not in client.calls, "a torn policy takes no step"
+
+
+def test_cores_that_disagree_over_an_external_policy_end_the_server() -> None:
+    """Nobody would send those that applied the change the old weights again."""
+    client = Client()
+    client.errors[b"1"] = ["no memory"]
+    with pytest.raises(UntrustedEngineError, match="no memory"):
+        asyncio.run(VllmEngine(client).apply([EXTERNAL]))
+    assert client.calls == [("hold", "keep"), ("0", "new"), ("1", "new")]
 
 
 def test_an_engine_that_its_user_paused_stays_paused() -> None:

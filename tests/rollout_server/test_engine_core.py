@@ -284,6 +284,15 @@ def test_workers_that_disagree_get_the_old_weights_back(hooks: EngineHooks) -> N
     assert workers.applied[2:] == [["new"]], "each has put its own back"
 
 
+def test_workers_that_disagree_receive_no_external_policy_again(hooks: EngineHooks) -> None:
+    workers = hooks.core.collective_rpc  # type: ignore[attr-defined]
+    workers.errors = ["", "no memory"]
+    external = Change("policy", WeightSource("new"), WeightSource(transfer="{}"))
+    answer = hooks.apply([external.to_message()], 1.0)
+    assert (answer["error"], answer["restored"]) == ("no memory", False)
+    assert workers.applied == [["new"]]
+
+
 @pytest.mark.parametrize(("refuses", "known"), [(1, True), (0, False)])
 def test_a_worker_without_room_that_was_not_written_to_needs_no_old_weights(
     hooks: EngineHooks, refuses: int, known: bool

@@ -208,6 +208,24 @@ def test_a_draft_that_cannot_be_swapped_needs_room_for_its_largest_layer_twice(
         assert "16777216 bytes" in answer["error"] and answer["restored"] and not applied
 
 
+def test_a_policy_that_cannot_be_put_back_is_replaced_after_the_draft(
+    device: types.SimpleNamespace, server: types.SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    applied: list[list[str]] = []
+
+    def apply_all(changes: list[Any]) -> Result:
+        applied.append([change.kind for change, _ in changes])
+        return Result(0.0)
+
+    monkeypatch.setattr(worker, "apply_all", apply_all)
+    device.free, server.vllm_config.model_config = 64 * MIB, None
+    draft = Change("draft", WeightSource("/new"), WeightSource("/old"))
+    held, external = WeightSource("/policy"), WeightSource(transfer="{}")
+    for new, old in ((external, held), (held, external)):
+        slipstream_apply(server, [Change("policy", new, old).to_message(), draft.to_message()])
+    assert applied == [["draft", "policy"]] * 2
+
+
 class Copied:
     """A standby copy without tensors: what is read back is what was loaded."""
 

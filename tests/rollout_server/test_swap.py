@@ -317,6 +317,23 @@ def test_a_reload_that_ends_in_the_middle_gives_the_old_weights_back(
     assert not different(drafts.outputs(), before)
 
 
+def test_an_external_policy_is_not_received_again_after_a_failure() -> None:
+    """Nobody sends the old one, and an update may read the same at every step."""
+    external, received = WeightSource(transfer="{}"), []
+
+    def receive(transfer: str) -> None:
+        received.append(transfer)
+        if len(received) == 1:
+            raise OSError("the sender is gone")
+
+    policy = nn.Linear(2, 2)
+    policy.load_weights = list  # type: ignore[assignment]
+    live = LiveModel(policy, None, receive=receive)  # type: ignore[arg-type]
+    result = apply_all([(Change("policy", external, external), live)])
+    assert len(received) == 1 and not result.restored
+    assert "the sender is gone" in result.error and "none are held here" in result.error
+
+
 def test_what_cannot_be_prepared_says_why(drafts: Drafts, tmp_path: Path) -> None:
     standby = drafts.standby()
     (tmp_path / "empty").mkdir()
