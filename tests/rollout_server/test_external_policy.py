@@ -13,15 +13,17 @@ from pathlib import Path
 
 import grpc
 import pytest
+import torch
 from safetensors.torch import save_file
 
 from benchmarks.hot_swap import PEER_BACKEND
+from examples.arithmetic_grpo.processes import ServiceError
 from examples.local_services import CALL_SECONDS, ROOT
 from slipstream.client import stage
 from slipstream.errors import RefusedError
 from slipstream.v1 import rollout_server_pb2 as pb
 from tests.rollout_server.checkpoints import load, perturbed
-from tests.rollout_server.live import Live, lasting, prompts, refused
+from tests.rollout_server.live import Live, lasting, prompts, refused, until
 
 pytestmark = pytest.mark.vllm
 
@@ -98,14 +100,19 @@ def test_an_update_that_the_engine_cannot_take_is_refused_at_the_stage(live: Liv
     assert lasting(live.state()) == before
 
 
+def save_torn(policy: dict[str, torch.Tensor], path: Path) -> None:
+    """A policy whose last layer has a matrix of another shape, and nothing else."""
+    torn = {name: t for name, t in policy.items() if "layers.3" not in name}
+    torn["model.layers.3.self_attn.q_proj.weight"] = torn["lm_head.weight"]
+    save_file(perturbed(torn, scale=1.0, seed=3), path)
+
+
 def test_a_transfer_that_fails_leaves_the_old_policy(
     live: Live, policy_dir: Path, draft_dir: Path, tmp_path: Path
 ) -> None:
     batch = prompts(16)
     before, state = live.generate(batch), live.state()
-    torn = {name: t for name, t in load(policy_dir).items() if "layers.3" not in name}
-    torn["model.layers.3.self_attn.q_proj.weight"] = torn["lm_head.weight"]
-    save_file(perturbed(torn, scale=1.0, seed=3), tmp_path / "torn.safetensors")
+    save_torn(load(policy_dir), tmp_path / "torn.safetensors")
     for path in (tmp_path / "absent.safetensors", tmp_path / "torn.safetensors"):
         live.stage("draft", "with-it", 20, perturbed(load(draft_dir), scale=0.05, seed=5))
         stage_external(live, "failing", 20, json.dumps({"path": str(path)}))
@@ -123,3 +130,28 @@ def test_a_transfer_that_fails_leaves_the_old_policy(
     stage_external(live, "again", 21, json.dumps({"path": str(tmp_path / "again.safetensors")}))
     live.commit("again")
     assert live.state().policy_version == 21 and live.generate(batch) == before
+
+
+def test_a_transfer_that_fails_after_an_earlier_one_ends_the_server(
+    live: Live, policy_dir: Path, tmp_path: Path
+) -> None:
+    """Where the earlier one came from are other weights by now, as in a trainer's memory."""
+    policy, held, torn = load(policy_dir), tmp_path / "held", tmp_path / "torn"
+    save_file(policy, held)
+    stage_external(live, "earlier", 30, json.dumps({"path": str(held)}))
+    live.commit("earlier")
+    save_file(perturbed(policy, scale=0.3, seed=6), held)
+    save_torn(policy, torn)
+    stage_external(live, "failing", 31, json.dumps({"path": str(torn)}))
+    with pytest.raises(RefusedError, match=r"commit.*policy: .*none are held here") as why:
+        live.commit("failing")
+    assert why.value.code == grpc.StatusCode.DATA_LOSS
+
+    def ended() -> bool:
+        try:
+            live.service.check()
+        except ServiceError:
+            return True
+        return False
+
+    until(ended, what="the server stops itself")
