@@ -74,7 +74,10 @@ class BridgeConfig:
             older policy when they come back, until the next sync. False: an unreachable server is
             an error, unless it joined after an earlier push and has taken no policy yet, or the
             trainer no longer lists it. With ``push_external`` it is always an error.
-        policy_dtype: cast pushed policy weights to this; empty keeps the policy's.
+        policy_dtype: cast pushed policy weights to this; empty keeps the policy's. What the policy
+            keeps in float32 beside narrower weights stays float32: its float32 tensors where most
+            values are narrower, and what its transformers class keeps so (a router's
+            ``e_score_correction_bias``), of float32 master weights too.
         seed: of the lots by which sequences are chosen.
         logit_scale: the factor by which the policy multiplies its lm_head's output; None: as its
             configuration says. The first window compares the policy's own logits with it.

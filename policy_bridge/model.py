@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -134,6 +134,26 @@ def as_stored(model: nn.Module | None, tensors: dict[str, torch.Tensor]) -> dict
         return cast(dict[str, torch.Tensor], revert(inner, tensors))
     finally:
         inner.__dict__["_weight_conversions"] = loaded
+
+
+def kept_wide(model: nn.Module | None, tensors: Mapping[str, torch.Tensor]) -> set[str]:
+    """Names of float32 tensors that stay float32 where the policy's weights are narrower.
+
+    All of them if most of the floating values are narrower already; otherwise those that a
+    transformers model keeps in float32 whatever type it is loaded in.
+    """
+    floats = [tensor for tensor in tensors.values() if tensor.is_floating_point()]
+    narrow = sum(tensor.numel() for tensor in floats if tensor.dtype.itemsize < 4)
+    parts = {""}
+    if 2 * narrow <= sum(tensor.numel() for tensor in floats):
+        modules = model.modules() if model is not None else ()
+        named = (getattr(module, "_keep_in_fp32_modules_strict", None) for module in modules)
+        parts = {part for some in named for part in some or ()}
+    return {
+        name
+        for name, tensor in tensors.items()
+        if tensor.dtype == torch.float32 and any(part in name for part in parts)
+    }
 
 
 _LAYER_PATHS = (

@@ -28,7 +28,7 @@ from torch import nn
 from policy_bridge.config import BridgeConfig
 from policy_bridge.fleet import SILENT, Errors, RolloutFleet, Tensors, describe
 from policy_bridge.logits import is_sharded
-from policy_bridge.model import as_stored, full_tensor, plain_name, unwrapped
+from policy_bridge.model import as_stored, full_tensor, kept_wide, plain_name, unwrapped
 from policy_bridge.session import Session
 from policy_bridge.stats import SyncResult
 from slipstream.errors import RefusedError, refused_from
@@ -137,7 +137,8 @@ class SyncWindow:
         Args:
             source: a model, its state dict, or tensors named as in the served checkpoint; None:
                 the model that the bridge was built with, whose names a state dict has. Floating
-                tensors are cast to ``policy_dtype``; tensors tied to one before them are left out.
+                tensors are cast as ``policy_dtype`` says; tensors tied to one before them are left
+                out.
 
         Raises:
             RefusedError: there is no rollout server, the policy was pushed already, another
@@ -380,6 +381,9 @@ def policy_tensors(
 ) -> dict[str, torch.Tensor]:
     """The policy's parameters by checkpoint name, on CPU, floating ones cast to ``dtype_name``.
 
+    Tensors that the policy keeps in float32 beside narrower weights stay float32
+    (``model.kept_wide``): a router's bias of 34.5 would move by more than experts differ.
+
     Of tensors that share their memory (a tied lm_head) only the first is kept, as in a saved
     checkpoint. Wrappers (DDP, torch.compile, checkpointing) are looked through. Sharded parameters
     are gathered one by one, a collective call where there are several ranks, whose parameters
@@ -394,7 +398,9 @@ def policy_tensors(
         RefusedError: a PEFT model, whose names and base weights are not the policy's.
     """
     state = _plain_state(source) if isinstance(source, nn.Module) else source
+    owner = source if isinstance(source, nn.Module) else model
     dtype: torch.dtype | None = getattr(torch, dtype_name) if dtype_name else None
+    wide = kept_wide(owner, state)
     seen: set[tuple[object, ...]] = set()
     tensors = {}
     for name, part in state.items():
@@ -405,9 +411,10 @@ def policy_tensors(
         if own.numel() and key in seen:
             continue
         seen.add(key)
-        cast = dtype if tensor.is_floating_point() and dtype is not None else tensor.dtype
+        casts = tensor.is_floating_point() and name not in wide
+        cast = dtype if casts and dtype is not None else tensor.dtype
         tensors[name] = tensor.detach().to("cpu", cast)
-    return as_stored(source if isinstance(source, nn.Module) else model, tensors)
+    return as_stored(owner, tensors)
 
 
 def _plain_state(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -22,9 +22,11 @@ from transformers import (
 
 from policy_bridge import ModulePaths
 from policy_bridge.model import find_modules
+from policy_bridge.sync import policy_tensors
 from slipstream.errors import RefusedError
 
 from .conftest import VOCAB, batch
+from .families import make
 from .windows import LAYERS, Batch, Windows, assert_same_bits, gradients, hooks_on
 
 SIZES = {
@@ -262,3 +264,27 @@ def test_a_path_that_does_not_resolve_is_refused_by_field(paths: ModulePaths, fi
     with pytest.raises(RefusedError) as refused:
         find_modules(qwen3(), paths)
     assert refused.value.field == field
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_what_a_policy_keeps_in_float32_is_not_cast(dtype: torch.dtype) -> None:
+    """A router's bias, of a bfloat16 policy and of float32 master weights."""
+    model = make("DeepSeek-V3", dtype)
+    part, biases = "e_score_correction_bias", {}
+    for name, module in model.named_modules():
+        if hasattr(module, part):
+            biases[f"{name}.{part}"] = 34.5 + 0.01 * torch.arange(4)
+            setattr(module, part, biases[f"{name}.{part}"].clone())
+    assert biases
+    for source in (model, model.state_dict()):
+        cast = policy_tensors(source, "bfloat16", model)
+        for name, bias in biases.items():
+            assert cast[name].dtype == torch.float32 and torch.equal(cast[name], bias)
+        assert {t.dtype for name, t in cast.items() if name not in biases} == {torch.bfloat16}
+
+
+def test_float32_tensors_beside_narrower_ones_are_not_cast() -> None:
+    """Of a policy that is no model of transformers."""
+    given = {"w": torch.ones(3, dtype=torch.float16), "bias": torch.full((2,), 34.51)}
+    cast = policy_tensors(given, "bfloat16")
+    assert cast["w"].dtype == torch.bfloat16 and torch.equal(cast["bias"], given["bias"])
