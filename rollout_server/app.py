@@ -49,6 +49,14 @@ from slipstream.v1 import rollout_server_pb2 as pb
 
 logger = logging.getLogger(__name__)
 
+_NOT_LOADED = (
+    "rotary_emb.inv_freq",
+    "rotary_pos_emb.inv_freq",
+    "rotary_emb.cos_cached",
+    "rotary_emb.sin_cached",
+)
+"""Ends of the names of buffers in older checkpoints that vLLM's loaders drop."""
+
 _CALIBRATION_SECONDS = 120.0
 """Deadline of one batch of the calibration."""
 
@@ -255,17 +263,22 @@ def _stage_first_draft(draft_dir: Path, store: ContentStore, tied: bool) -> Weig
 def _expected_policy(
     layout: Layout, description: Description, served: Served, config: Mapping[str, Any]
 ) -> Expected:
-    """All of the checkpoint but its MTP head, which a training loop does not have.
+    """All of the checkpoint but what a training loop does not have: its MTP head, old buffers.
 
-    The policy's model in vLLM does not load a head that comes as well.
+    The policy's model in vLLM does not load them if they come as well.
     """
     head = {name: tensor for name, tensor in layout.items() if SERVED["mtp"].has(name, config)}
     policy = {name: tensor for name, tensor in layout.items() if name not in head}
+    optional = {name: policy.pop(name) for name in layout if name.endswith(_NOT_LOADED)}
     forbidden: dict[str, str] = {}
     if served.name == "mtp":
-        forbidden, head = dict.fromkeys(head, "stage it as a draft: it is one here"), {}
+        forbidden = dict.fromkeys(head, "stage it as a draft: it is one here")
+    else:
+        optional |= head
     tied = _tied(policy, POLICY in description.tied)
-    return Expected(POLICY, policy, description.served_dtype, head, forbidden=forbidden, tied=tied)
+    return Expected(
+        POLICY, policy, description.served_dtype, optional, forbidden=forbidden, tied=tied
+    )
 
 
 def _expected_draft(draft: Weights, description: Description, served: Served) -> Expected:

@@ -228,6 +228,19 @@ def test_a_policy_comes_with_or_without_an_mtp_head_that_does_not_draft(
         expected.check(specs[1:])
 
 
+@pytest.mark.parametrize("kind", ["none", "mtp"])
+def test_a_policy_comes_with_or_without_the_buffers_of_an_older_checkpoint(
+    kind: str, tmp_path: Path
+) -> None:
+    at = "model.layers.0.self_attn.rotary_emb."
+    buffers = {f"{at}{name}": torch.zeros(4) for name in ("inv_freq", "cos_cached", "sin_cached")}
+    layout = read_layout(write(tmp_path / "model", POLICY | buffers))
+    expected = _expected_policy(layout, Description(False, (), "float32"), SERVED[kind], MODEL)
+    for tensors in (POLICY, POLICY | buffers):
+        specs = [spec_of(name, tensor) for name, tensor in tensors.items()]
+        assert expected.check(specs) == specs
+
+
 class Describes:
     """An engine that is asked for no more."""
 
