@@ -138,11 +138,17 @@ class Expected:
             self._check_one(spec)
         missing = sorted(self.layout.keys() - seen)
         if missing:
+            next_step = "name every tensor of the checkpoint"
+            if any(map(_is_tower, missing)) and not any(map(_is_tower, seen)):
+                next_step = (
+                    f"load the {self.kind} with the class of the served checkpoint, which has "
+                    "more than text: AutoModelForImageTextToText, not AutoModelForCausalLM"
+                )
             raise RefusedError(
                 "tensors",
                 f"{len(missing)} missing: {_some(missing)}",
                 f"all {len(self.layout)} of the served {self.kind}",
-                "name every tensor of the checkpoint",
+                next_step,
             )
         for name in [name for name in seen if self.tied and is_lm_head(name)]:
             # State dictionaries have the matrix under both names, checkpoints under one or both.
@@ -200,6 +206,11 @@ class Expected:
 def is_lm_head(name: str) -> bool:
     """Whether a checkpoint's tensor is the language model's lm_head, of multimodal models too."""
     return name.split(".")[-2:] == ["lm_head", "weight"]
+
+
+def _is_tower(name: str) -> bool:
+    """Whether a tensor is of a multimodal model's part for images or sound, by its module."""
+    return any(part in name for part in ("visual", "vision", "audio"))
 
 
 def check_finite(name: str, tensor: torch.Tensor) -> None:

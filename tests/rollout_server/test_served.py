@@ -15,6 +15,7 @@ from policy_bridge.sync import policy_tensors
 from rollout_server import app
 from rollout_server.acceptance import AcceptanceTracker
 from rollout_server.app import _expected_draft, _expected_policy
+from rollout_server.checkpoint import Expected
 from rollout_server.control import DRAFT, RolloutControl, Weights
 from rollout_server.control import POLICY as POLICY_KIND
 from rollout_server.engine import Description
@@ -24,7 +25,7 @@ from rollout_server.served.derived import unaccounted
 from rollout_server.service import refuse_shared
 from rollout_server.store import ContentStore, WeightSource
 from rollout_server.upload import Upload
-from slipstream.checkpoints import read_layout
+from slipstream.checkpoints import TensorLayout, read_layout
 from slipstream.errors import RefusedError
 from slipstream.security import open_to_all
 from slipstream.tensors import digest_of_specs, spec_of
@@ -239,6 +240,18 @@ def test_a_policy_comes_with_or_without_the_buffers_of_an_older_checkpoint(
     for tensors in (POLICY, POLICY | buffers):
         specs = [spec_of(name, tensor) for name, tensor in tensors.items()]
         assert expected.check(specs) == specs
+
+
+def test_a_text_policy_for_a_multimodal_checkpoint_is_told_which_class_to_load() -> None:
+    """And one that lacks a tensor of a tower that it has is told of the tensor."""
+    names = ["model.visual.merger.weight", "model.visual.proj.weight", "model.norm.weight"]
+    expected = Expected("policy", dict.fromkeys(names, TensorLayout("float32", (2,))), "float32")
+    specs = {name: spec_of(name, torch.zeros(2)) for name in names}
+    with pytest.raises(RefusedError, match=r"2 missing.*AutoModelForImageTextToText"):
+        expected.check([specs["model.norm.weight"]])
+    for absent in ("model.norm.weight", "model.visual.proj.weight"):
+        with pytest.raises(RefusedError, match="name every tensor of the checkpoint"):
+            expected.check([spec for name, spec in specs.items() if name != absent])
 
 
 class Describes:
