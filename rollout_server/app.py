@@ -269,7 +269,7 @@ def _expected_policy(
     """
     head = {name: tensor for name, tensor in layout.items() if SERVED["mtp"].has(name, config)}
     policy = {name: tensor for name, tensor in layout.items() if name not in head}
-    optional = {name: policy.pop(name) for name in layout if name.endswith(_NOT_LOADED)}
+    optional = {name: policy.pop(name) for name in [*policy] if name.endswith(_NOT_LOADED)}
     forbidden: dict[str, str] = {}
     if served.name == "mtp":
         forbidden = dict.fromkeys(head, "stage it as a draft: it is one here")
