@@ -92,26 +92,28 @@ def pickles(directory: Path) -> list[str]:
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """Where the tensors are; where there are none, the file that is missing.
+    """Where the tensors are.
 
     Raises:
-        RefusedError: only pickles are there; or the index is damaged, or names a file that is not
-            beside it.
+        RefusedError: no safetensors file is there; or the index is damaged, or names a file that is
+            not beside it.
     """
     if (directory / _INDEX_FILE).is_file():
         return _indexed_files(directory)
     # Hidden ones are not weights: archives from macOS have ``._model.safetensors``.
     found = sorted(f for f in directory.glob("*.safetensors") if not f.name.startswith("."))
-    pickled = pickles(directory)
-    if pickled and not found:
+    if not found:
+        pickled = pickles(directory)
         raise RefusedError(
-            str(directory / pickled[0]),
-            "a pickle",
+            str(directory / (pickled or [WEIGHTS_FILE])[0]),
+            "a pickle" if pickled else "No such file, nor other safetensors",
             WEIGHTS_FILE,
-            "pickles run code and are never read: export a training checkpoint with its trainer "
-            "(specforge export --to hf), or save the weights as safetensors",
+            "give a folder with safetensors; pickles (.bin, .pt) run code, and are neither fetched "
+            "from the hub nor read: export a training checkpoint with its trainer (specforge "
+            "export --to hf), or convert one (torch.load(..., weights_only=True), then "
+            "safetensors.torch.save_file)",
         )
-    return found or [directory / WEIGHTS_FILE]
+    return found
 
 
 def _indexed_files(directory: Path) -> list[Path]:

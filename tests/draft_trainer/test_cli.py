@@ -208,7 +208,7 @@ def test_unusable_files(tmp_path: Path, capsys: Capture) -> None:
     assert "training.learning_rat: found an unknown key" in line
     assert "rename it to learning_rate" in line
     line = serve(draft={"initial": str(tmp_path / "nothing")})
-    assert str(tmp_path / "nothing" / "config.json") in line
+    assert str(tmp_path / "nothing" / "model.safetensors") in line
     (tmp_path / "file").write_text("")
     line = serve(draft={"registry": str(tmp_path / "file" / "registry")})
     assert "draft.registry" in line and "Not a directory" in line
