@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoConfig
+from vllm.transformers_utils.configs.eagle import EAGLEConfig
 
 from draft_trainer.drafters.eagle3.checkpoint import Eagle3
 from draft_trainer.drafters.eagle3.config import HeadConfig
@@ -25,7 +27,7 @@ from tests.draft_trainer.checkpoint_rig import (
     policy_folder,
     saved,
 )
-from tests.draft_trainer.synthetic import HIDDEN, VOCAB, config, draft_vocab_ids, head
+from tests.draft_trainer.synthetic import DRAFT_VOCAB, HIDDEN, VOCAB, config, draft_vocab_ids, head
 
 _VLLM_NAMES = {
     "fc.weight",
@@ -130,6 +132,38 @@ def test_older_fields_are_read(tmp_path: Path) -> None:
     edit_config(tmp_path, **absent, rope_theta=5e5, rope_scaling=scaling)
     config = Eagle3().read(tmp_path).config
     assert config.rope == Rope(5e5, "linear", (("factor", 2.0),))
+
+
+@pytest.mark.parametrize("draft_vocab", [DRAFT_VOCAB, VOCAB])
+@pytest.mark.parametrize(
+    ("model_type", "qk_norm", "given", "served"),
+    [
+        ("llama", False, "LlamaForCausalLM", "Eagle3LlamaForCausalLM"),
+        ("qwen3", False, "LlamaForCausalLMEagle3", "LlamaForCausalLMEagle3"),
+        ("qwen3", True, "Qwen3ForCausalLM", "Eagle3Qwen3ForCausalLM"),
+        ("llama", True, "Eagle3Qwen3ForCausalLM", "Eagle3Qwen3ForCausalLM"),
+    ],
+)
+def test_what_vllm_reads_into_a_config_is_written(
+    tmp_path: Path, draft_vocab: int, model_type: str, qk_norm: bool, given: str, served: str
+) -> None:
+    """As SafeAILab's and AngelSlim's trainers write it: class, base, and tied embeddings."""
+    model = saved(tmp_path, qk_norm=qk_norm, draft_vocab=draft_vocab)
+    absent = dict.fromkeys(("rope_parameters", "rope_theta"), ...)
+    edit_config(
+        tmp_path, **absent, model_type=model_type, architectures=[given], tie_word_embeddings=True
+    )
+    checkpoint = Eagle3().read(tmp_path)
+    assert checkpoint.config == model.config and not checkpoint.as_stored
+    (tmp_path / "again").mkdir()
+    checkpoint.write(tmp_path / "again")
+    again = Eagle3().read(tmp_path / "again")
+    assert again.as_stored and again.config == model.config
+    read = EAGLEConfig(AutoConfig.from_pretrained(tmp_path), method="eagle3", model_type="eagle")
+    for document in (read.to_dict(), again.document):
+        assert document["architectures"] == [served]
+    assert read.rope_parameters["rope_theta"] == again.document["rope_theta"] == 10000.0
+    assert again.document["tie_word_embeddings"] is False
 
 
 def test_maps_of_a_full_vocabulary(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from draft_trainer.drafters.eagle3.checkpoint import Eagle3
@@ -36,8 +37,10 @@ def _check_refused(folder: Path, match: str) -> None:
 @pytest.mark.parametrize(
     ("field", "changes"),
     [
-        ("architectures", {"architectures": ["LlamaForCausalLM"]}),
-        ("architectures", {"model_type": "qwen3"}),
+        ("architectures", {"architectures": ["MistralForCausalLM"]}),
+        ("architectures", {"architectures": ["LlamaForCausalLM", "Qwen3ForCausalLM"]}),
+        ("architectures", {"architectures": []}),
+        ("missing .*q_norm", {"architectures": ["Eagle3Qwen3ForCausalLM"]}),
         ("P-EAGLE's mask_hidden", {"architectures": ["PEagleDraftModel"]}),
         ("EAGLE-1 takes the final state", {"architectures": ["EagleLlamaForCausalLM"]}),
         ("model_type", {"model_type": "mistral"}),
@@ -46,7 +49,6 @@ def _check_refused(folder: Path, match: str) -> None:
         ("logit_scale", {"logit_scale": 0.5}),
         ("bias", {"bias": True}),
         ("fc_norm", {"fc_norm": "yes"}),
-        ("tie_word_embeddings", {"tie_word_embeddings": True}),
         ("quantization_config", {"quantization_config": {"bits": 4}}),
         ("num_aux_hidden_states", {"num_aux_hidden_states": 4}),
         ("hidden_size", {"hidden_size": ...}),
@@ -68,7 +70,7 @@ def _check_refused(folder: Path, match: str) -> None:
         ("sliding_window", {"sliding_window": 8}),
         ("sliding_window", {"layer_types": ["sliding_attention"], "sliding_window": None}),
         ("rope_theta", {"rope_theta": 5e5}),
-        ("rope_theta", {"rope_theta": ..., "rope_parameters": ...}),
+        ("rope_theta", {"rope_theta": None, "rope_parameters": ...}),
         ("longrope", {"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}),
         ("mrope_section", {"rope_parameters": {"rope_theta": 1e4, "mrope_section": [2, 1, 1]}}),
         ("high_freq_factor", {"rope_scaling": {"rope_type": "llama3", "factor": 2.0}}),
@@ -100,6 +102,7 @@ _OUTSIDE = torch.cat([d2t()[:-1], torch.tensor([VOCAB])])
     ("match", "changes"),
     [
         (r"missing \['fc.weight'\]", {"fc__weight": None}),
+        (r"missing \['lm_head.weight'\]", {"lm_head__weight": None}),
         ("unknown .*layers.1", {"layers__1__mlp": torch.zeros(1)}),
         ("unknown .*q_proj.bias", {"midlayer__self_attn__q_proj__bias": torch.zeros(32)}),
         ("fc.weight", {"fc__weight": torch.zeros(HIDDEN, 3 * HIDDEN - 1)}),
@@ -139,6 +142,17 @@ def test_a_draft_for_another_policy(tmp_path: Path, field: str, sizes: dict[str,
     Eagle3().read(tmp_path, policy_folder(tmp_path))
     with pytest.raises(RefusedError, match=f"the draft's {field}"):
         Eagle3().read(tmp_path, policy_folder(tmp_path, **sizes))
+
+
+def test_a_policy_of_one_layer_is_no_draft(tmp_path: Path) -> None:
+    """Its class has the name that drafts of SafeAILab's trainer give; its tensors have not."""
+    saved(tmp_path)
+    tensors = load_file(tmp_path / WEIGHTS)
+    layer = {n: t for n, t in tensors.items() if n.startswith("midlayer.")}
+    renamed = {n.replace("midlayer.", "model.layers.0."): t for n, t in layer.items()}
+    save_file(renamed | {"lm_head.weight": tensors["lm_head.weight"]}, tmp_path / WEIGHTS)
+    edit_config(tmp_path, architectures=["LlamaForCausalLM"])
+    _check_refused(tmp_path, r"unknown .*model\.layers\.0")
 
 
 def test_unreadable_files_are_refused(tmp_path: Path) -> None:

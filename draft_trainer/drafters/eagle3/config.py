@@ -16,8 +16,8 @@ from slipstream.layers import AUX_LAYERS, check_layers
 OWN_EMBEDDINGS = "has_own_embed_tokens"
 """vLLM's field, and ours: the checkpoint has embeddings that are not a copy of the policy's."""
 
-# vLLM 0.32's names (model_executor/models/registry.py) for the two classes it has, by model_type.
-# The first of each is written.
+# vLLM 0.32's names (model_executor/models/registry.py) for the two classes it has, by the
+# model_type that is written with the first of each. vLLM chooses the class by its name alone.
 ARCHITECTURES = {
     "llama": (
         "LlamaForCausalLMEagle3",
@@ -167,13 +167,13 @@ class HeadConfig(DraftShape):
             RefusedError: a required field is missing, or a field asks for a function that this
                 head does not have.
         """
-        model_type = config.get("model_type")
+        model_type, architectures = config.get("model_type"), config.get("architectures")
         if model_type not in ARCHITECTURES:
             _refuse("model_type", model_type, f"one of {list(ARCHITECTURES)}")
-        known, architectures = ARCHITECTURES[model_type], config.get("architectures")
-        if not architectures or any(name not in known for name in architectures):
+        known = [names for names in ARCHITECTURES.values() if {*(architectures or "?")} <= {*names}]
+        if not known:
             why = next((w for name, w in _OTHERS.items() if name in str(architectures)), "")
-            _refuse("architectures", architectures, f"[{known[0]}]{why}")
+            _refuse("architectures", architectures, f"[{ARCHITECTURES[model_type][0]}]{why}")
         _refuse.other_values({**_DEFAULTS, **config}, _FIXED_VALUES)
         eagle = config.get("eagle_config") or {}
         if eagle.get("use_aux_hidden_state", True) is not True:
@@ -207,7 +207,7 @@ class HeadConfig(DraftShape):
             fc_norm=_flag(config, "fc_norm"),
             attention_bias=_flag(config, "attention_bias"),
             mlp_bias=_flag(config, "mlp_bias"),
-            qk_norm=model_type == "qwen3",
+            qk_norm=known == [ARCHITECTURES["qwen3"]],
             sliding_window=_sliding_window(config),
             own_embeddings=_flag(config, OWN_EMBEDDINGS) or target != hidden,
         )

@@ -94,8 +94,26 @@ def _read(document: Document, policy: Path | None) -> tuple[HeadConfig, Document
         document = {**document, AUX_LAYERS: _nested_ids(nested, document, policy)}
         if "eagle_config" in document:
             document["eagle_config"] = eagle
-    document = counted(document, document[AUX_LAYERS])
+    document = _explicit(counted(document, document[AUX_LAYERS]))
     return HeadConfig.from_dict(document), document
+
+
+def _explicit(document: Document) -> Document:
+    """With what vLLM makes of a class's name, a missing rotary base and tied embeddings.
+
+    SafeAILab's trainer names the policy's class and leaves the base out. vLLM loads a draft's
+    lm_head whatever the file says of tying, and would tie it where it equals the embeddings.
+    """
+    names = [name for known in ARCHITECTURES.values() for name in known]
+    given = document["architectures"] or ()
+    renamed = [f"Eagle3{name}" if f"Eagle3{name}" in names else name for name in given]
+    document = {**document, "architectures": renamed}
+    rope = document.get("rope_scaling") or document.get("rope_parameters") or {}
+    if "rope_theta" not in {**document, **rope}:
+        document["rope_theta"] = 10000.0
+    if document.get("tie_word_embeddings") is True:
+        document["tie_word_embeddings"] = False
+    return document
 
 
 def _nested_ids(nested: object, document: Document, policy: Path | None) -> list[int]:
