@@ -108,8 +108,8 @@ def _explicit(document: Document) -> Document:
     given = document["architectures"] or ()
     renamed = [f"Eagle3{name}" if f"Eagle3{name}" in names else name for name in given]
     document = {**document, "architectures": renamed}
-    rope = document.get("rope_scaling") or document.get("rope_parameters") or {}
-    if "rope_theta" not in {**document, **rope}:
+    ropes = [document.get(field) or () for field in ("rope_scaling", "rope_parameters")]
+    if not any("rope_theta" in part for part in (document, *ropes)):
         document["rope_theta"] = 10000.0
     if document.get("tie_word_embeddings") is True:
         document["tie_word_embeddings"] = False
