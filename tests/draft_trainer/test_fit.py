@@ -317,7 +317,7 @@ def test_refusals_by_name(
         ),
         (work.arguments("new", draft=draft_dir), "the draft's target_hidden_size: found 192"),
         (work.arguments("new", states=tiny_states), "the draft's target_hidden_size: found 16"),
-        (work.arguments("new", draft=work.folder), "config.json"),
+        (work.arguments("new", draft=work.folder), "model.safetensors"),
         (work.arguments("new", states=work.folder), "give one of the recordings in it: states"),
         (work.arguments("new", config=work.folder / "bad.toml"), "rename it to learning_rate"),
         (work.arguments("new", config=work.folder / "no.toml"), "No such file"),

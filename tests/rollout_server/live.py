@@ -37,10 +37,15 @@ class Live(RolloutServer):
 
     def __init__(self, *args: Any, **named: Any) -> None:
         super().__init__(*args, **named)
-        # The server closes a connection that was idle for 5 s, httpx's own limit: a slow machine
-        # may use one just then. One client, because each loads the root certificates.
-        fresh = httpx.Limits(max_keepalive_connections=0)
-        self.client = httpx.Client(base_url=self.http, timeout=300, limits=fresh)
+        # A connection for each request: the server closes one that was idle for 5 s, and httpcore's
+        # pool one that it has just given to another thread, as idle, too old or too many. One
+        # client, because each loads the root certificates.
+        self.client = httpx.Client(
+            base_url=self.http,
+            timeout=300,
+            headers={"Connection": "close"},
+            limits=httpx.Limits(),
+        )
 
     def stop(self) -> None:
         """End the process and the connections to it."""
