@@ -37,7 +37,7 @@ from slipstream.v1 import release_pb2
 from slipstream.v1 import rollout_server_pb2 as pb
 from slipstream.v1 import rollout_server_pb2_grpc as pb_grpc
 from tests.draft_trainer.fleet_double import RolloutDouble
-from tests.draft_trainer.rig import write_draft
+from tests.draft_trainer.rig import DEADLINE, write_draft
 from tests.draft_trainer.synthetic import head
 from tests.security.certificates import write_token
 
@@ -472,6 +472,7 @@ def test_a_second_trainer_of_one_fleet_is_refused_by_name(
         for refused in (
             client.commit(["draft-1"]),
             client.roll_back(),
+            client._told(client._stub.SetSpeculation, pb.SetSpeculationRequest(), DEADLINE),
         ):
             assert isinstance(refused, Failure) and "the-other" in refused.text
         assert rig.publisher.complete(0, "").changes, "the first one goes on"

@@ -213,3 +213,4 @@ def test_greedy_outputs_are_those_without_speculation(
     assert len(plain) == GREEDY_PROMPTS
     assert speculating == plain
     assert all(swapping == plain for swapping in rounds)
+    assert swapper.swaps >= 2
