@@ -31,6 +31,11 @@ _NOT_SWAPPED = re.compile("dflash|dspark|eagle(?!3)")
 """In names of architectures that vLLM loads and a swap would tear, or that nothing here trains;
 docs/mechanisms.md says why of each."""
 
+_FIRST_LAYER = {
+    "model.layers.0.self_attn.q_proj.weight",
+    "model.layers.0.self_attn.qkv_proj.weight",
+}
+
 
 def served_by(kind: str | None, draft_dir: Path | None) -> Served:
     """The mechanism that was asked for, or that the draft's manifest or tensors say.
@@ -58,7 +63,9 @@ def served_by(kind: str | None, draft_dir: Path | None) -> Served:
                 for name, served in SERVED.items()
                 if any(served.has(tensor, config) for tensor in layout)
             )
-            kind = next(known, "eagle3")
+            # A causal language model's names; published EAGLE-3 drafts may have them beside fc.
+            model = _FIRST_LAYER & layout.keys() and "fc.weight" not in layout
+            kind = next(known, "draft_model" if model else "eagle3")
     if kind not in SERVED:
         expected = f"one of {[*SERVED]}"
         raise RefusedError(f"draft_kind of {draft_dir}", kind, expected, "install this release's")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rollout_server.checkpoint import read_draft_layout
+from rollout_server.checkpoint import read_config, read_draft_layout
 from rollout_server.served.served import Served, check_sizes
 from slipstream.errors import RefusedError
 from slipstream.layers import check_layers
@@ -16,6 +16,8 @@ from slipstream.layers import check_layers
 ARCHITECTURE = "DFlashDraftModel"
 _SIZES = ("hidden_size", "vocab_size")
 _PARTS = ("fc.", "hidden_norm.", "norm.", "layers.")
+_OTHER_LAYOUT = "speculators_model_type"
+"""The speculators library's, whose draft has a vocabulary and names of its own."""
 _NEXT = "give a DFlash draft that was trained for this model"
 
 
@@ -27,8 +29,11 @@ class Dflash(Served):
 
     def check(self, model_dir: Path, draft_dir: Path) -> None:
         """See ``Served.check``."""
-        model, draft = check_sizes(model_dir, draft_dir, _SIZES, _NEXT)
         path = f"{draft_dir / 'config.json'}"
+        other = read_config(draft_dir, "--draft").get(_OTHER_LAYOUT)
+        if other is not None:
+            raise RefusedError(f"{path}: {_OTHER_LAYOUT}", other, "nothing: DFlash's own", _NEXT)
+        model, draft = check_sizes(model_dir, draft_dir, _SIZES, _NEXT)
         if draft.get("architectures") != [ARCHITECTURE]:
             found = draft.get("architectures")
             raise RefusedError(f"{path}: architectures", found, [ARCHITECTURE], _NEXT)

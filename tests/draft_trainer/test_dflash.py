@@ -222,6 +222,12 @@ def test_drafts_that_are_not_represented(
 
 def test_drafts_of_another_policy_and_pickles(tmp_path: Path) -> None:
     folder = write(tmp_path / "draft", dflash_head())
+    own = (folder / "config.json").read_text()
+    theirs = {"architectures": ["DFlashDraftModel"], "speculators_model_type": "dflash"}
+    (folder / "config.json").write_text(json.dumps(theirs))
+    with pytest.raises(RefusedError, match="speculators_model_type: found dflash"):
+        Dflash().read(folder)
+    (folder / "config.json").write_text(own)
     for changes, field in (
         ({"vocab_size": 99}, "vocab_size: found 24, expected 99"),
         ({"hidden_size": 99}, "hidden_size: found 16, expected 99"),

@@ -316,8 +316,8 @@ def test_a_configuration_is_checked_before_the_trainer_is_started(
     double.stop()
     config = write_config(tmp_path, draft={"initial": str(policy_dir), "registry": "r"})
     code, text = run(capsys, "serve", "--check", "--config", str(config))
-    assert code == 1 and "a policy (Qwen3ForCausalLM, 10 layers)" in text
-    assert f"draft-trainer init --policy {policy_dir}" in text
+    assert code == 1 and "a language model (Qwen3ForCausalLM, 10 layers)" in text
+    assert f"draft-trainer init --policy {policy_dir}" in text and 'kind = "draft_model"' in text
     assert main(["serve", "--check", "--config", str(tmp_path / "absent.toml")]) == 2
 
 

@@ -159,6 +159,20 @@ def test_a_release_is_what_transformers_loads(name: str, tmp_path: Path) -> None
         assert torch.equal(parameter, 1.5 * dict(model.named_parameters())[key])
 
 
+def test_an_lm_head_that_is_stored_is_trained_whatever_the_file_says(tmp_path: Path) -> None:
+    """As vLLM serves it: ``ModelConfig.maybe_untie_word_embeddings``."""
+    models()["llama"].save_pretrained(tmp_path / "lm")
+    tensors = load_file(tmp_path / "lm" / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] * 2
+    save_file(tensors, tmp_path / "lm" / "model.safetensors")
+    registry = Registry(tmp_path / "releases", DRAFTERS["draft_model"])
+    registry.import_initial(tmp_path / "lm", policy_folder(tmp_path / "policy"))
+    release = registry.path(0)
+    draft = registry.drafter.read(release).draft()
+    assert torch.equal(draft.lm_head_rows(None), tensors["lm_head.weight"])
+    assert json.loads((release / "config.json").read_text())["tie_word_embeddings"] is False
+
+
 def test_models_that_are_not_this_policys_or_not_represented(tmp_path: Path) -> None:
     lm, drafter = tmp_path / "lm", DraftModel()
     models()["qwen3"].save_pretrained(lm)

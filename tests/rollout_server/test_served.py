@@ -53,6 +53,14 @@ def test_the_kind_is_what_the_draft_is(tmp_path: Path, draft_dir: Path) -> None:
     (head / "manifest.json").write_text('{"draft_kind": "dspark"}')
     with pytest.raises(RefusedError, match="dspark"):
         served_by(None, head)
+    model = {"model.layers.0.self_attn.q_proj.weight": torch.zeros(8, 8)}
+    small = write(tmp_path / "small", POLICY | model, architectures=["Qwen3ForCausalLM"])
+    assert served_by(None, small).name == "draft_model"
+    with pytest.raises(RefusedError, match=r"a language model.*--draft-kind draft_model"):
+        served_by("eagle3", small).check(write(tmp_path / "model", POLICY), small)
+    # An EAGLE-3 draft of SafeAILab's trainer may have such a name, too.
+    write(small, model | {"fc.weight": torch.zeros(8, 24)}, architectures=["LlamaForCausalLM"])
+    assert served_by(None, small).name == "eagle3"
     block = write(tmp_path / "block", architectures=["DFlashDraftModel"])
     assert served_by(None, block).name == served_by("dflash", block).name == "dflash"
     with pytest.raises(RefusedError, match="found DFlashDraftModel, expected eagle3"):
@@ -180,6 +188,10 @@ def test_a_dflash_draft_that_does_not_fit(tmp_path: Path) -> None:
 
     dflash.check(model, draft())
     for folder, field in (
+        (
+            lambda: draft(hidden_size=None, speculators_model_type="dflash"),
+            "speculators_model_type: found dflash",
+        ),
         (lambda: draft(hidden_size=4), "hidden_size: found 4"),
         (lambda: draft(vocab_size=17), "vocab_size: found 17"),
         (lambda: draft(nested=block | {"mask_token_id": 16}), "mask_token_id: found 16"),

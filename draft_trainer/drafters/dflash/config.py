@@ -17,6 +17,8 @@ ARCHITECTURE = "DFlashDraftModel"
 NESTED = "dflash_config"
 _FULL = "full_attention"
 _FIXED_VALUES: dict[str, tuple[Any, ...]] = {
+    # The speculators library nests the sizes, and gives the draft a vocabulary of its own.
+    "speculators_model_type": (None,),
     "model_type": ("qwen3",),
     "architectures": ([ARCHITECTURE],),
     "hidden_act": ("silu", None),
@@ -69,10 +71,10 @@ class DflashConfig(StoredShape):
             RefusedError: a field is missing, or asks for a function that is not represented: causal
                 or windowed attention, another width or vocabulary than the policy's.
         """
+        _refuse.other_values(document, _FIXED_VALUES)
         nested = document.get(NESTED)
         if not isinstance(nested, Mapping):
             _refuse(NESTED, nested, "an object with mask_token_id and target_layer_ids")
-        _refuse.other_values(document, _FIXED_VALUES)
         _refuse.other_values(nested, _FIXED_NESTED, f"{NESTED}.")
         whose = "the draft's"
         hidden, heads, vocab, depth = (

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import torch
+
 from draft_trainer.checkpoints.policy import read_policy_config, size_of
 from draft_trainer.drafters.draft import Checkpoint, OneLayout, check_fits
-from draft_trainer.drafters.draft_model.config import POLICY_WIDTH, LmConfig
+from draft_trainer.drafters.draft_model.config import POLICY_WIDTH, TIED, LmConfig
 from draft_trainer.drafters.draft_model.model import DraftLm
 from slipstream.checkpoints import CONFIG_FILE, load_tensors
 from slipstream.errors import RefusedError
 from slipstream.hub import read_json
 
+_HEAD = "lm_head.weight"
 _ADVICE = "give a small causal language model as Hugging Face save_pretrained writes it"
 
 
@@ -34,7 +37,12 @@ class DraftModel(OneLayout):
             raise RefusedError(
                 f"{directory}: {POLICY_WIDTH}", "nothing", "the policy's", "set draft.policy"
             )
+        head, embeddings = stored.get(_HEAD), stored.get("model.embed_tokens.weight")
+        if head is not None and document.get(TIED) is True:
+            if embeddings is not None and torch.equal(head, embeddings):
+                del stored[_HEAD]
+            else:
+                # vLLM loads what is stored, whatever config.json says.
+                document[TIED] = False
         config: LmConfig = self.shape_of(directory, document)
-        if config.tied:
-            stored.pop("lm_head.weight", None)
         return self.checkpoint(directory, config, stored, document, document == found)

@@ -15,6 +15,8 @@ from draft_trainer.drafters.rope import Rope
 POLICY_WIDTH = "target_hidden_size"
 """Our field: the policy's hidden size, which nothing else in a draft model says."""
 
+TIED = "tie_word_embeddings"
+
 PARALLEL_TOKEN = "pard_token"
 """PARD's field, and the one by which vLLM knows the token: the input of places that are drafted in
 parallel."""
@@ -86,7 +88,7 @@ class LmConfig(StoredShape):
                 qkv_bias=qkv_bias,
             ),
             num_hidden_layers=depth,
-            tied=document.get("tie_word_embeddings", False) is True,
+            tied=document.get(TIED, False) is True,
             parallel_token=token,
             document=dict(document),
         )

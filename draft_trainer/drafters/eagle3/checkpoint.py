@@ -191,9 +191,10 @@ def _refuse_policy(directory: Path, document: Document) -> None:
     text = text_config(document)
     layers = text.get("num_hidden_layers", text.get("n_layer"))
     if names and "eagle" not in names.lower() and isinstance(layers, int) and layers > 1:
-        found = f"a policy ({names}, {layers} layers)"
+        found = f"a language model ({names}, {layers} layers)"
         make = f"draft-trainer init --policy {directory} --out DIR"
-        next_step = f"give its draft, or make one: {make}"
+        small = 'draft.kind = "draft_model", if this small model is to draft'
+        next_step = f"if this is the policy, give its draft or make one: {make}; or set {small}"
         raise RefusedError(str(directory), found, "an EAGLE-3 draft", next_step)
 
 
