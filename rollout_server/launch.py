@@ -119,9 +119,8 @@ def build_parser() -> Any:
     group.add_argument(
         "--draft-kind",
         choices=[*SERVED],
-        help="How tokens are drafted; by default the kind of --draft, if it is eagle3, mtp or "
-        "dflash. ngram (from the sequence's own tokens) and none are baselines without --draft; "
-        "policies can be pushed to them too.",
+        help="How tokens are drafted; by default the kind of --draft. ngram (from the sequence's "
+        "own tokens) and none are baselines without --draft; policies can be pushed to them too.",
     )
     group.add_argument(
         "--draft-sample-method",
