@@ -22,6 +22,7 @@ from examples.local_services import CALL_SECONDS, ROOT
 from slipstream.client import stage
 from slipstream.errors import RefusedError
 from slipstream.v1 import rollout_server_pb2 as pb
+from tests.conftest import ONE_PROCESS
 from tests.rollout_server.checkpoints import load, perturbed
 from tests.rollout_server.live import Live, lasting, prompts, refused, until
 
@@ -36,7 +37,7 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
         *("--dtype", "float32", "--num-gpu-blocks-override", "384"),
         *("--weight-transfer-config", json.dumps({"backend": PEER_BACKEND})),
         *("--worker-extension-cls", "benchmarks.hot_swap.file_engine.WorkerExtension"),
-        env={"PYTHONPATH": os.pathsep.join(path for path in paths if path)},
+        env=ONE_PROCESS | {"PYTHONPATH": os.pathsep.join(path for path in paths if path)},
     )
     with server:
         yield server

@@ -45,7 +45,7 @@ def test_equal_heads_stay_apart_and_sigterm_leaves_nothing(  # type: ignore[no-u
     draft_dir = write_draft(
         tmp_path / "equal-head", policy_dir, lm_head=policy["lm_head.weight"], version=5
     )
-    live: Live = serve(draft=draft_dir)
+    live: Live = serve(draft=draft_dir, env={})
     assert live.state().draft_version == 5, "from manifest.json"
     before = live.generate(prompts(32))
     ruined = perturbed(load(draft_dir), scale=5.0, seed=1)
