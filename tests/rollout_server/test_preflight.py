@@ -113,8 +113,8 @@ def test_a_draft_that_does_not_fit(
     assert refusal.value.next_step
 
 
-def test_a_policy_in_the_place_of_its_draft_is_said_to_be_one(policy_dir: Path) -> None:
-    with pytest.raises(RefusedError, match=r"found a policy \(10 layers.*draft-trainer init"):
+def test_a_policy_in_the_place_of_its_draft_is_said_to_be_a_model(policy_dir: Path) -> None:
+    with pytest.raises(RefusedError, match=r"found a language model \(10 layers.*draft-trainer init"):
         check_draft_fits(policy_dir, policy_dir)
 
 
