@@ -25,7 +25,7 @@ from rollout_server.checkpoint import (
 from rollout_server.control import DRAFT, POLICY, Committed, RolloutControl, Weights
 from rollout_server.draft_length import LengthChooser, LengthControl, calibrate
 from rollout_server.engine import Description, VllmEngine
-from rollout_server.metrics import CommitCounts, Observed, RolloutCollector, negotiate
+from rollout_server.metrics import CommitCounts, Observed, RolloutCollector
 from rollout_server.peers import Peers
 from rollout_server.plugins import API, Settings, is_active
 from rollout_server.policy_spans import PolicyVersions
@@ -68,8 +68,7 @@ class ControlPlaneEndpoint:
     required_tasks: Any = ("generate",)
 
     def attach_router(self, app: Any) -> None:
-        """``/metrics`` and a header of completions: the control plane has its own port."""
-        negotiate(app, REGISTRY)
+        """A header of completions: the control plane has its own port."""
         app.add_middleware(PolicyVersions, spans=API.tracker.spans)
 
     async def init_state(self, engine_client: Any, state: Any, args: Any) -> None:

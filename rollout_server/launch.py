@@ -23,7 +23,7 @@ from rollout_server import vllm_versions
 from rollout_server.checkpoint import read_config
 from rollout_server.draft_length import launch_schedule, lengths_to_choose
 from rollout_server.plugins import API, MARK, Settings
-from rollout_server.preflight import check_paths, check_port_free
+from rollout_server.preflight import check_metrics, check_paths, check_port_free
 from rollout_server.served import SERVED, WithoutWeights, served_by
 from slipstream.errors import RefusedError
 from slipstream.hub import local_folder
@@ -61,6 +61,7 @@ def serve(arguments: Sequence[str]) -> int:
     Raises RefusedError: an option, a path, a checkpoint or a port cannot be used.
     """
     check_paths()
+    check_metrics()
     choose_plugins()
     share_with_ray()
     import uvloop

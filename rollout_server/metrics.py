@@ -12,10 +12,6 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import Metric
-from prometheus_client.exposition import choose_encoder
-from starlette.requests import Request
-from starlette.responses import Response
-from starlette.routing import Route
 
 from rollout_server.acceptance import AcceptanceTracker
 from rollout_server.control import DRAFT, POLICY, RolloutControl
@@ -29,7 +25,6 @@ from slipstream.metrics import Fact, FactCollector, Value, unit_of
 from slipstream.security import REASONS
 
 PREFIX = "slipstream_rollout_"
-OPENMETRICS = "application/openmetrics-text"
 COMMIT_KINDS = ("draft", "policy", "both", "rollback")
 COMMIT_BUCKETS = (
     *(0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0),
@@ -320,21 +315,3 @@ class RolloutCollector(FactCollector[Observed]):
     def collect(self) -> Iterator[Metric]:
         yield from super().collect()
         yield from self._commits.collect()
-
-
-def negotiate(app: Any, registry: Any) -> None:
-    """Serve ``/metrics`` as OpenMetrics to who asks for it, else as text, ahead of vLLM's route.
-
-    vLLM's own answers with text whatever is asked.
-    """
-
-    def metrics(request: Request) -> Response:
-        accept = request.headers.get("accept", "")
-        if OPENMETRICS in accept:
-            # Without this prometheus_client 0.26 calls "vllm:..." "vllm_...", and to Prometheus 2,
-            # which asks for OpenMetrics, every metric of vLLM had another name than before.
-            accept = f"{OPENMETRICS}; version=1.0.0; escaping=allow-utf-8"
-        encode, content_type = choose_encoder(accept)
-        return Response(encode(registry), headers={"Content-Type": content_type})
-
-    app.router.routes.insert(0, Route("/metrics", metrics, methods=["GET"]))

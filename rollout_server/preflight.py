@@ -48,6 +48,20 @@ def check_paths() -> None:
         )
 
 
+def check_metrics() -> None:
+    """Refuse prometheus_client's setting for several processes.
+
+    vLLM's ``/metrics`` then reads files that its metrics write, and not the registry that
+    Slipstream's are in.
+
+    Raises:
+        RefusedError: naming the variable.
+    """
+    variable = "PROMETHEUS_MULTIPROC_DIR"
+    if variable in os.environ:
+        raise RefusedError(variable, os.environ[variable], "not set", f"unset {variable}")
+
+
 def check_port_free(option: str, host: str, port: int) -> None:
     """Refuse a port that cannot be bound now. 0 (any) always passes."""
     if not 0 <= port < 65536:

@@ -6,15 +6,11 @@ import asyncio
 from pathlib import Path
 
 import pytest
-from prometheus_client import CollectorRegistry, Counter
-from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
-from starlette.applications import Starlette
-from starlette.testclient import TestClient
 
 from rollout_server.acceptance import KEPT_VERSIONS, AcceptanceTracker
 from rollout_server.control import DRAFT, POLICY, RolloutControl, Weights
 from rollout_server.draft_length import LengthChooser
-from rollout_server.metrics import FACTS, CommitCounts, Observed, RolloutCollector, negotiate
+from rollout_server.metrics import FACTS, CommitCounts, Observed, RolloutCollector
 from rollout_server.peers import Peers
 from rollout_server.step_costs import MIXED, PLAIN, SPECULATIVE, StepCosts, StepSum
 from rollout_server.store import ContentStore, WeightSource
@@ -222,27 +218,6 @@ def test_only_the_last_minute_of_speculative_steps_counts() -> None:
     costs.add(122.0, plain | {(SPECULATIVE, 1, 3): done}, accepted(2, 5000, 9000))
     assert costs.length(122.0) is None, "another draft begins a new window"
     assert costs.break_even == pytest.approx(3.0)
-
-
-def test_openmetrics_for_who_asks(server: Server) -> None:
-    registry, app = CollectorRegistry(), Starlette()
-    registry.register(server.collector)
-    Counter("vllm:generation_tokens", "As vLLM names its own.", registry=registry).inc(3)
-    negotiate(app, registry)
-    with TestClient(app) as client:
-        plain = client.get("/metrics")
-        assert plain.headers["content-type"].startswith("text/plain; version=")
-        assert f"# TYPE {R}all_drafts_total counter" in plain.text
-        assert "\nvllm:generation_tokens_total 3.0\n" in plain.text
-        # What Prometheus 2 says.
-        accept = "application/openmetrics-text;version=1.0.0;q=0.5,text/plain;version=0.0.4;q=0.3"
-        asked = client.get("/metrics", headers={"accept": accept})
-        assert "\nvllm:generation_tokens_total 3.0\n" in asked.text
-        assert list(parse_openmetrics(asked.text))
-        assert asked.headers["content-type"].startswith("application/openmetrics-text")
-        assert asked.text.endswith("# EOF\n")
-        assert f"# TYPE {R}all_drafts counter" in asked.text
-        assert f"# UNIT {R}commit_seconds seconds" in asked.text
 
 
 def test_everything_in_the_catalogue_is_exposed(server: Server) -> None:

@@ -21,7 +21,7 @@ from rollout_server import app
 from rollout_server.acceptance import AcceptanceTracker
 from rollout_server.engine import Description
 from rollout_server.plugins import Settings
-from rollout_server.preflight import check_paths, check_port_free
+from rollout_server.preflight import check_metrics, check_paths, check_port_free
 from rollout_server.served.eagle3 import check_draft_fits
 from rollout_server.store import ContentStore, make_directory
 from slipstream.checkpoints import read_layout
@@ -159,6 +159,15 @@ def test_an_environment_at_a_path_with_a_space(
             patch.setattr(tempfile, "tempdir", None)
             with pytest.raises(RefusedError, match=f"{variable}: found .*a b"):
                 check_paths()
+
+
+def test_metrics_of_several_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's ``/metrics`` would be without ours."""
+    monkeypatch.delenv("PROMETHEUS_MULTIPROC_DIR", raising=False)
+    check_metrics()
+    monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
+    with pytest.raises(RefusedError, match="PROMETHEUS_MULTIPROC_DIR: found .*expected not set"):
+        check_metrics()
 
 
 def rollout_server(*arguments: str) -> subprocess.CompletedProcess[str]:
