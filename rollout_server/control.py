@@ -103,8 +103,7 @@ class RolloutControl:
         self._changing = asyncio.Lock()
         self._tasks: set[asyncio.Task[Any]] = set()
         self.live = {DRAFT: draft, POLICY: policy}
-        # Unix seconds; of a policy only once one was pushed.
-        self.live_since = {DRAFT: time.time()}
+        self.draft_live_since = time.time()
         self.previous_draft: Weights | None = None
         self.staged: dict[str, Weights] = {}
         self.commits = {DRAFT: 0, POLICY: 0}
@@ -389,7 +388,7 @@ class RolloutControl:
         result = await self._apply([previous], "rollback", arrival)
         self.store.release(self.live[DRAFT].keys)
         self.live[DRAFT] = previous
-        self.live_since[DRAFT] = time.time()
+        self.draft_live_since = time.time()
         # The draft that was rolled back is not kept for another roll back.
         self.previous_draft = None
         return result
@@ -437,14 +436,13 @@ class RolloutControl:
         """The stage's reference becomes the live weights'; what it replaces moves on."""
         replaced, self.live[weights.kind] = self.live[weights.kind], weights
         if weights.kind == POLICY:
-            self.live_since[POLICY] = time.time()
             self.store.release(replaced.keys)
             return
         if replaced.same_content(weights):
             # The same release once more repairs the memory; what RollBack goes to stays.
             self.store.release(replaced.keys)
             return
-        self.live_since[DRAFT] = time.time()
+        self.draft_live_since = time.time()
         if self.previous_draft is not None:
             self.store.release(self.previous_draft.keys)
         self.previous_draft = replaced

@@ -117,11 +117,6 @@ def _planned(lengths: LengthChooser | None) -> dict[str, int]:
     return {str(n): table[n] for n in sizes_to_measure(lengths.largest)}
 
 
-def _pays(observed: Observed) -> bool | None:
-    speed_up = observed.tracker.speed_up
-    return None if speed_up is None else speed_up > 1.0
-
-
 def _behind(observed: Observed) -> int | None:
     draft, policy = observed.control.live[DRAFT], observed.control.live[POLICY]
     # A draft kind without weights has no tensors, and nothing to train.
@@ -216,11 +211,6 @@ FACTS: tuple[Fact[Observed], ...] = (
         lambda o: o.costs.break_even,
     ),
     Fact(
-        "speculation_pays",
-        "1 while `speculation_speed_up` is greater than 1, else 0. No series while that has none.",
-        _pays,
-    ),
-    Fact(
         "speculation_speed_up",
         "Speed of generation over that without drafts, from measured step costs and live "
         "acceptance; with `--speculation auto` by the draft lengths in use at each batch size. No "
@@ -249,12 +239,6 @@ FACTS: tuple[Fact[Observed], ...] = (
     Fact("draft_length", "Tokens that a draft proposes at most (k).", lambda o: o.draft_length),
     Fact("draft_version", "Live draft version.", lambda o: o.control.live[DRAFT].version),
     Fact(
-        "trained_against_policy_version",
-        "Policy version that the live draft was trained against. No series for a draft that was "
-        "trained on none.",
-        lambda o: o.control.live[DRAFT].trained_against,
-    ),
-    Fact(
         "policy_version",
         f"Live policy version. {_NO_POLICY}",
         lambda o: o.control.live[POLICY].version,
@@ -270,12 +254,7 @@ FACTS: tuple[Fact[Observed], ...] = (
     Fact(
         "draft_live_timestamp_seconds",
         "Unix time at which the live draft went live.",
-        lambda o: o.control.live_since[DRAFT],
-    ),
-    Fact(
-        "policy_live_timestamp_seconds",
-        f"Unix time at which the live policy went live. {_NO_POLICY}",
-        lambda o: o.control.live_since.get(POLICY),
+        lambda o: o.control.draft_live_since,
     ),
     Fact("staged_bytes", "Bytes of weights held on the host.", lambda o: o.store.bytes),
     Fact(
