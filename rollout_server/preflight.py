@@ -1,4 +1,4 @@
-"""Checks that need no engine: paths and ports (``served`` checks the draft).
+"""Checks that need no engine: paths, ports, environment (``served`` checks the draft).
 
 vLLM finds most of these too, half a minute later and as a stack trace.
 """

@@ -6,10 +6,7 @@ import re
 from pathlib import Path
 
 from rollout_server.checkpoint import read_config, read_manifest
-from rollout_server.served.dflash import ARCHITECTURE, Dflash
-from rollout_server.served.draft_model import DraftModel
-from rollout_server.served.eagle3 import Eagle3
-from rollout_server.served.mtp import Mtp
+from rollout_server.served.kinds import DFLASH_ARCHITECTURE, Dflash, DraftModel, Eagle3, Mtp
 from rollout_server.served.served import Served, WithoutWeights
 from slipstream.checkpoints import read_layout
 from slipstream.errors import RefusedError
@@ -54,7 +51,7 @@ def served_by(kind: str | None, draft_dir: Path | None) -> Served:
         found = config.get("architectures")
         names = [*map(str, found)] if isinstance(found, list) else []
         _refuse_others(names, kind or None, draft_dir)
-        if not kind and ARCHITECTURE in names:
+        if not kind and DFLASH_ARCHITECTURE in names:
             kind = Dflash.name
         if not kind:
             layout = read_layout(draft_dir)
@@ -76,7 +73,7 @@ def _refuse_others(architectures: list[str], kind: str | None, draft_dir: Path) 
     """Refuse drafts that vLLM loads and a swap would tear, or that nothing here trains."""
     field = f"{draft_dir / 'config.json'}: architectures"
     for name in architectures:
-        if name == ARCHITECTURE:
+        if name == DFLASH_ARCHITECTURE:
             if kind not in (None, Dflash.name):
                 raise RefusedError(field, name, f"{kind}, as asked for", "leave --draft-kind out")
         elif _NOT_SWAPPED.search(name.lower()):

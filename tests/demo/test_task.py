@@ -21,7 +21,7 @@ from examples.arithmetic_grpo.task import MAX_COMPLETION_TOKENS
 from examples.local_services import ARITHMETIC, ROOT
 from examples.sorting_grpo import task as sorting
 from examples.task import Style, Task, reward
-from rollout_server.served.eagle3 import check_draft_fits
+from rollout_server.served import SERVED
 
 FOLDERS = {arithmetic: ARITHMETIC, sorting: ROOT / "examples" / "sorting_grpo"}
 PROBLEMS = 300
@@ -95,7 +95,7 @@ def test_texts_survive_the_tokenizer_and_fit_the_generation_limit(
 def test_the_committed_policy_solves_its_task_and_its_draft_fits(task: Any) -> None:
     """32 greedy answers: the recorded accuracy is 1.0 for both."""
     folder = FOLDERS[task]
-    check_draft_fits(folder / "policy", folder / "draft")
+    SERVED["eagle3"].check(folder / "policy", folder / "draft")
     recorded = json.loads((folder / "policy" / "pretrain.json").read_text())
     assert recorded["sampled"]["accuracy"] > 0.9 and recorded["sampled"]["style_share"] < 0.05
     model = AutoModelForCausalLM.from_pretrained(folder / "policy", dtype=torch.float32).eval()

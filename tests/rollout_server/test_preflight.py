@@ -22,7 +22,7 @@ from rollout_server.acceptance import AcceptanceTracker
 from rollout_server.engine import Description
 from rollout_server.plugins import Settings
 from rollout_server.preflight import check_metrics, check_paths, check_port_free
-from rollout_server.served.eagle3 import check_draft_fits
+from rollout_server.served import SERVED
 from rollout_server.store import ContentStore, make_directory
 from slipstream.checkpoints import read_layout
 from slipstream.errors import RefusedError
@@ -57,12 +57,12 @@ def edit_tensors(directory: Path, change: Callable[[dict[str, torch.Tensor]], ob
 def test_fitting_drafts_pass(
     tmp_path: Path, policy_dir: Path, reduced: Path, draft_dir: Path
 ) -> None:
-    check_draft_fits(policy_dir, reduced)
-    check_draft_fits(policy_dir, write_draft(tmp_path / "full", policy_dir))
-    check_draft_fits(policy_dir, draft_dir)
+    SERVED["eagle3"].check(policy_dir, reduced)
+    SERVED["eagle3"].check(policy_dir, write_draft(tmp_path / "full", policy_dir))
+    SERVED["eagle3"].check(policy_dir, draft_dir)
     # The default layers of 10, as vLLM counts them.
     nest_layers(reduced, [2, 5, 7])
-    check_draft_fits(policy_dir, reduced)
+    SERVED["eagle3"].check(policy_dir, reduced)
 
 
 def test_a_policy_too_shallow_for_the_default_layers(
@@ -73,13 +73,13 @@ def test_a_policy_too_shallow_for_the_default_layers(
     shutil.copytree(policy_dir, shallow)
     edit_config(shallow, num_hidden_layers=3)
     edit_config(reduced, eagle_aux_hidden_state_layer_ids=[1, 2, 3])
-    check_draft_fits(shallow, reduced)
+    SERVED["eagle3"].check(shallow, reduced)
     nest_layers(reduced, [1, 2, 3])
     with pytest.raises(RefusedError, match=r"eagle_config.eagle_aux_hidden_state_layer_ids"):
-        check_draft_fits(shallow, reduced)
+        SERVED["eagle3"].check(shallow, reduced)
     edit_config(reduced, eagle_config=None)
     with pytest.raises(RefusedError, match="at least 8 for the default auxiliary layers"):
-        check_draft_fits(shallow, reduced)
+        SERVED["eagle3"].check(shallow, reduced)
 
 
 @pytest.mark.parametrize(
@@ -108,14 +108,14 @@ def test_a_draft_that_does_not_fit(
 ) -> None:
     spoil(reduced)
     with pytest.raises(RefusedError) as refusal:
-        check_draft_fits(policy_dir, reduced)
+        SERVED["eagle3"].check(policy_dir, reduced)
     assert text in str(refusal.value)
     assert refusal.value.next_step
 
 
 def test_a_policy_in_the_place_of_its_draft_is_said_to_be_a_model(policy_dir: Path) -> None:
     with pytest.raises(RefusedError, match=r"language model \(10 layers.*draft-trainer init"):
-        check_draft_fits(policy_dir, policy_dir)
+        SERVED["eagle3"].check(policy_dir, policy_dir)
 
 
 def test_a_port_in_use() -> None:
@@ -258,7 +258,7 @@ async def test_quantized_and_nested_models_take_drafts_and_only_these(
     kind: str, found: str, tmp_path: Path, policy_dir: Path, reduced: Path
 ) -> None:
     model = quantized(policy_dir, tmp_path / kind, kind)
-    check_draft_fits(model, reduced)
+    SERVED["eagle3"].check(model, reduced)
 
     class Describes:
         async def describe(self) -> Description:
@@ -289,9 +289,9 @@ def test_a_quantized_draft_and_a_model_without_sizes_are_refused(
 ) -> None:
     edit_tensors(reduced, lambda t: t.update({"fc.weight": t["fc.weight"].to(torch.int8)}))
     with pytest.raises(RefusedError, match=r"fc.weight is I8.*bfloat16"):
-        check_draft_fits(policy_dir, reduced)
+        SERVED["eagle3"].check(policy_dir, reduced)
     model = tmp_path / "vision"
     shutil.copytree(policy_dir, model)
     edit_config(model, num_hidden_layers=None, text_config={"hidden_size": 192})
     with pytest.raises(RefusedError, match=r"num_hidden_layers: found absent.*text_config"):
-        check_draft_fits(model, reduced)
+        SERVED["eagle3"].check(model, reduced)
