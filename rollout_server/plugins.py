@@ -7,6 +7,7 @@ which vLLM's child processes inherit. Nothing here imports torch or vLLM before 
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 from collections.abc import Callable
@@ -73,8 +74,13 @@ def register_general() -> None:
 
     Raises RefusedError: this vLLM lacks something that losslessness depends on.
     """
-    if not is_active():
-        return
+    if is_active():
+        _patch_once()
+
+
+@functools.cache
+def _patch_once() -> None:
+    # A patch wraps what it finds: a second one would wrap the first.
     from vllm.v1.engine.core import EngineCore
     from vllm.v1.worker.gpu_worker import Worker
 

@@ -58,7 +58,7 @@ SPINS, PAUSE_SECONDS = 1000, 1e-4
 
 
 def install() -> None:
-    """Patch the vLLM of this process.
+    """Patch the vLLM of this process; not to be called twice.
 
     Raises RefusedError: what samples the drafts is unknown.
     """
@@ -95,8 +95,6 @@ def allow_dense_qwen3_next() -> None:
 def keep_own_lm_head(proposer_class: type) -> None:
     """Make the V1 runner's proposer leave an lm_head alone that the checkpoint brought."""
     original: Callable[[Any, nn.Module], None] = proposer_class._maybe_share_lm_head  # type: ignore[attr-defined]
-    if getattr(original, "_slipstream", False):
-        return
 
     def maybe_share_lm_head(self: Any, target_language_model: nn.Module) -> None:
         own = self.model.lm_head if getattr(self.model, "has_own_lm_head", False) else None
@@ -104,22 +102,18 @@ def keep_own_lm_head(proposer_class: type) -> None:
         if own is not None:
             self.model.lm_head = own
 
-    maybe_share_lm_head._slipstream = True  # type: ignore[attr-defined]
     proposer_class._maybe_share_lm_head = maybe_share_lm_head  # type: ignore[attr-defined]
 
 
 def keep_own_lm_head_v2(module: ModuleType) -> None:
     """The same for Model Runner V2."""
     original: Callable[..., bool] = module._should_share
-    if getattr(original, "_slipstream", False):
-        return
 
     def should_share(model: nn.Module, own: str, draft: Any, target: Any) -> bool:
         if own == "has_own_lm_head" and getattr(model, own, False):
             return False
         return original(model, own, draft, target)
 
-    should_share._slipstream = True  # type: ignore[attr-defined]
     module._should_share = should_share  # type: ignore[attr-defined]
 
 
@@ -227,7 +221,7 @@ def let_threads_run(module: ModuleType) -> None:
             ``sched_yield`` waits in another way and is left alone.
     """
     spin: Callable[[], None] | None = getattr(module, "sched_yield", None)
-    if spin is None or getattr(spin, "_slipstream", False):
+    if spin is None:
         return
     turns = itertools.count(1)
 
@@ -237,7 +231,6 @@ def let_threads_run(module: ModuleType) -> None:
         else:
             time.sleep(PAUSE_SECONDS)
 
-    sched_yield._slipstream = True  # type: ignore[attr-defined]
     module.sched_yield = sched_yield  # type: ignore[attr-defined]
 
 
@@ -249,14 +242,13 @@ def pack_experts_again(method_class: type) -> None:
             way and is left alone.
     """
     original: Callable[..., None] | None = getattr(method_class, "_setup_kernel", None)
-    if original is None or getattr(original, "_slipstream", False):
+    if original is None:
         return
 
     def setup_kernel(self: Any, *given: Any, **named: Any) -> None:
         self.moe_kernel = None  # as at the first load
         original(self, *given, **named)
 
-    setup_kernel._slipstream = True  # type: ignore[attr-defined]
     method_class._setup_kernel = setup_kernel  # type: ignore[attr-defined]
 
 
@@ -269,8 +261,6 @@ def follow_tied_embedding(head_class: type, method_class: type) -> None:
     """
     tie: Callable[..., Any] = head_class.tie_weights  # type: ignore[attr-defined]
     process: Callable[..., None] = method_class.process_weights_after_loading  # type: ignore[attr-defined]
-    if getattr(tie, "_slipstream", False):
-        return
 
     def tie_weights(self: Any, embed_tokens: nn.Module) -> Any:
         self._slipstream_tied = True
@@ -283,6 +273,5 @@ def follow_tied_embedding(head_class: type, method_class: type) -> None:
         else:
             process(self, layer)
 
-    tie_weights._slipstream = True  # type: ignore[attr-defined]
     head_class.tie_weights = tie_weights  # type: ignore[attr-defined]
     method_class.process_weights_after_loading = process_weights_after_loading  # type: ignore[attr-defined]

@@ -298,8 +298,6 @@ def reserve_standby(worker_class: type) -> None:
     loaded; its workers for CPUs answer otherwise.
     """
     determine = worker_class.determine_available_memory  # type: ignore[attr-defined]
-    if getattr(determine, "_slipstream", False):
-        return
 
     def leaving_room(self: Any) -> int:
         # As given: with VLLM_ENABLE_STARTUP_PLAN vLLM sets it to what an earlier start measured,
@@ -315,7 +313,6 @@ def reserve_standby(worker_class: type) -> None:
         logger.info("%d MiB are excluded from the KV cache for standby drafts", reserved >> 20)
         return left
 
-    leaving_room._slipstream = True  # type: ignore[attr-defined]
     worker_class.determine_available_memory = leaving_room  # type: ignore[attr-defined]
 
 
@@ -364,8 +361,6 @@ def watch_sleep(worker_class: type) -> None:
     Of that it keeps the vocabulary map; the rest is zero until the trainer has put it right.
     """
     sleep, wake_up = worker_class.sleep, worker_class.wake_up  # type: ignore[attr-defined]
-    if getattr(sleep, "_slipstream", False):
-        return
 
     def noted_sleep(self: Any, level: int = 1) -> None:
         setattr(self, _SLEEPS, True)
@@ -398,13 +393,12 @@ def watch_sleep(worker_class: type) -> None:
                 if state.lost:
                     _blank(self.get_model(), self.get_draft_model())
 
-    noted_sleep._slipstream = True  # type: ignore[attr-defined]
     worker_class.sleep = noted_sleep  # type: ignore[attr-defined]
     worker_class.wake_up = noted_wake_up  # type: ignore[attr-defined]
 
 
 def install(worker_class: type) -> None:
-    """Add the methods to vLLM's ``Worker``."""
+    """Add the methods to vLLM's ``Worker``; not to be called twice."""
     for method in (
         *(slipstream_describe, slipstream_apply, slipstream_prepare),
         *(slipstream_read_back, slipstream_set_speculation, slipstream_check_transfer),

@@ -144,9 +144,6 @@ def test_a_reload_packs_experts_again(
     assert [name.rpartition(".")[2] for name in found] == ["w13_weight", "w2_weight"]
     monkeypatch.setattr(Method, "_setup_kernel", Method._setup_kernel)
     pack_experts_again(Method)
-    once = Method._setup_kernel
-    pack_experts_again(Method)
-    assert Method._setup_kernel is once
     drafts.reload(1)
     assert not different(drafts.outputs(), expected)
     pack_experts_again(nn.Module)  # has no such method

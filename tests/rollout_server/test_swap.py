@@ -422,7 +422,6 @@ def test_a_draft_is_lost_in_sleep_level_2_and_not_in_level_1() -> None:
                     parameter.data.fill_(float("nan") if floating else 77)
 
     watch_sleep(Sleeper)
-    watch_sleep(Sleeper)
     worker = Sleeper()
     d2t = worker.draft.d2t = nn.Parameter(torch.arange(4), requires_grad=False)
     state = worker.slipstream_hooks.read_back

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import types
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from rollout_server import vllm_patches
+from rollout_server import engine_core, plugins, vllm_patches, worker
 from slipstream.errors import RefusedError
 
 
@@ -161,8 +162,7 @@ def test_vllms_tied_lm_head_keeps_the_first_weights_on_a_cpu_and_ours_follows() 
     assert not torch.allclose(found, expected, atol=1.0)
 
     ours = type("Head", (ParallelLMHead,), {}), type("Method", (UnquantizedEmbeddingMethod,), {})
-    for _ in range(2):
-        vllm_patches.follow_tied_embedding(*ours)
+    vllm_patches.follow_tied_embedding(*ours)
     for tied in (True, False):
         torch.testing.assert_close(*logits(ours[0], ours[1](), tied), rtol=1e-4, atol=1e-4)
 
@@ -178,10 +178,21 @@ def test_vllm_waits_without_a_sleep_and_ours_sleeps(monkeypatch: pytest.MonkeyPa
     module = types.ModuleType("shm_broadcast")
     module.sched_yield = lambda: spins.append(1)  # type: ignore[attr-defined]
     monkeypatch.setattr(vllm_patches.time, "sleep", sleeps.append)
-    for _ in range(2):
-        vllm_patches.let_threads_run(module)
+    vllm_patches.let_threads_run(module)
     for _ in range(3 * vllm_patches.SPINS):
         module.sched_yield()
     assert sleeps == 3 * [vllm_patches.PAUSE_SECONDS]
     assert len(spins) == 3 * (vllm_patches.SPINS - 1)
     vllm_patches.let_threads_run(types.ModuleType("another"))
+
+
+def test_vllm_is_patched_once_in_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    patched: list[object] = []
+    for module in (worker, engine_core, vllm_patches):
+        monkeypatch.setattr(module, "install", lambda *given, name=module: patched.append(name))
+    monkeypatch.setattr(plugins, "log_with_vllm", lambda: None)
+    monkeypatch.setattr(plugins, "_patch_once", functools.cache(plugins._patch_once.__wrapped__))
+    monkeypatch.setenv(plugins.MARK, "1")
+    for _ in range(2):
+        plugins.register_general()
+    assert patched == [worker, engine_core, vllm_patches]
