@@ -8,9 +8,8 @@ from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rollout_server.read_back import SAME
 from rollout_server.reload import Change, Result
-from rollout_server.standby import READY, WORKING
+from rollout_server.standby import READY, SAME, WORKING
 from rollout_server.step_costs import StepSum, StepSums
 from rollout_server.store import WeightSource
 from slipstream.errors import RefusedError, StatusCode

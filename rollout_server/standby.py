@@ -1,6 +1,7 @@
-"""The standby copies of the draft in a worker, and the state of each.
+"""The draft in a worker: its standby copies, and whether it is the committed one.
 
-They are made in a thread while the engine generates; what swaps them is in ``swap``.
+The copies are made in a thread while the engine generates; what swaps and hashes them is in
+``swap``.
 """
 
 from __future__ import annotations
@@ -9,27 +10,64 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 
-from rollout_server.read_back import GetModel, ReadBack
 from rollout_server.store import WeightSource
 from rollout_server.swap import (
     LOAD_FAILURES,
     MOST_COPIES,
     NotSwappableError,
     StandbyCopy,
+    hashes_of,
     swap_contents,
 )
+from rollout_server.vllm_patches import storages
 
+SAME, DIFFERS, ASLEEP = "same", "differs", "asleep"
 READY, WORKING = "ready", "working"
 _READ_SECONDS = 10.0
 """Deadline of one pass over a draft that a swap replaced."""
 
 _OVERWRITTEN = "the draft that was live was not the one that had been committed"
 _LOG = logging.getLogger(__name__)
+GetModel = Callable[[], nn.Module]
+
+
+class ReadBack:
+    """Whether the draft in a worker's memory is the one that was committed.
+
+    It is not after sleep level 2 (the memory comes back empty), after another writer, or after a
+    memory fault. ``element_hash`` finds damage, not malice. Left out are parameters in the
+    verifier's memory, which a policy push changes, and those that a CPU build packs away at load
+    (they are empty).
+    """
+
+    def __init__(self, policy: GetModel, draft: GetModel) -> None:
+        self._policy, self._draft = policy, draft
+        self.lost = False
+        self.committed = self._now()
+
+    def record(self, hashes: Mapping[str, int] | None = None) -> None:
+        """The draft was just replaced.
+
+        Args:
+            hashes: of the parameters that were swapped in, taken before, so that no pass over the
+                draft delays the engine now; None: read the memory.
+        """
+        self.committed = self._now() if hashes is None else {**self.committed, **hashes}
+        self.lost = False
+
+    def check(self) -> str:
+        """``SAME`` or ``DIFFERS``; not while the engine sleeps, whose memory is gone."""
+        return DIFFERS if self.lost or self._now() != self.committed else SAME
+
+    @torch.no_grad()
+    def _now(self) -> dict[str, int]:
+        return hashes_of(self._draft(), storages(self._policy()))
 
 
 @dataclass

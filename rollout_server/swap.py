@@ -18,7 +18,7 @@ layer by layer (``reload``).
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from copy import copy as shallow_copy
 from dataclasses import dataclass
 from types import MethodType
@@ -27,7 +27,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from rollout_server.read_back import hashes_of
 from rollout_server.served.derived import derived, is_derived, rule_of
 from rollout_server.vllm_patches import storages
 
@@ -42,7 +41,7 @@ MOST_COPIES = 2
 _HEADROOM = 1.25  # of a device's free memory: engines allocate while they run
 _CALLED = "_already_called_process_weights_after_loading"
 _SMALL = 1 << 16
-"""Bytes up to which contents are copied rather than memory exchanged."""
+"""Bytes up to which contents are copied rather than memory exchanged, and hashed by the element."""
 
 _EXPERTS = "RoutedExperts"
 """vLLM's class whose buffers no loader fills: with expert parallelism, which rank has which."""
@@ -52,6 +51,9 @@ _DEFAULT_POOL = (0, 0)
 
 _PIECE = 16 << 20
 """Elements that are copied at a time on an accelerator."""
+
+_HASHED = 31
+"""Elements of a larger tensor that are hashed without their order. Odd: a constant shows."""
 
 _LOG = logging.getLogger(__name__)
 Pair = tuple[torch.Tensor, torch.Tensor]
@@ -426,3 +428,38 @@ def _copy_both_ways(live: torch.Tensor, standby: torch.Tensor) -> None:
         kept = one.clone()
         one.copy_(other, non_blocking=True)
         other.copy_(kept, non_blocking=True)
+
+
+def element_hash(parameter: torch.Tensor) -> int:
+    """Hash of a tensor's elements and of their order, but for that within 31 neighbours.
+
+    XOR of each 31 elements, weighted by their place: one pass at the memory's speed, where an XOR
+    of all would be blind to swapped rows or shards. A small tensor is hashed by the element.
+    """
+    values = parameter.detach().reshape(-1)
+    if values.dtype.itemsize == 1:
+        # torch.hash_tensor has no kernel for the 8-bit floats.
+        values = values.view(torch.int8)
+    block = _HASHED if values.nbytes > _SMALL else 1
+    whole = values.numel() // block * block
+    hashes = torch.hash_tensor(values[:whole].view(-1, block), 1).view(torch.int64)
+    if whole < values.numel():
+        rest = torch.hash_tensor(values[whole:]).view(torch.int64)
+        hashes = torch.cat([hashes, rest.view(1)])
+    # Odd weights, modulo 2^64: a change of one block always changes the sum.
+    return int((hashes * (2 * torch.arange(hashes.numel(), device=hashes.device) + 1)).sum())
+
+
+def hashes_of(draft: nn.Module, without: Container[int] = ()) -> dict[str, int]:
+    """``element_hash`` by name of the parameters that packing leaves, and of what is derived.
+
+    Args:
+        draft: the draft, or a copy of it.
+        without: addresses of memory that is left out.
+    """
+    tensors = [*draft.named_parameters(), *derived(draft)]
+    return {
+        name: element_hash(tensor)
+        for name, tensor in tensors
+        if tensor.numel() and tensor.untyped_storage().data_ptr() not in without
+    }

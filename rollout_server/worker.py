@@ -17,10 +17,9 @@ from typing import Any
 
 import torch
 
-from rollout_server.read_back import ASLEEP, DIFFERS, SAME, ReadBack
 from rollout_server.reload import Change, LiveModel, Result, apply_all
 from rollout_server.served.derived import unaccounted
-from rollout_server.standby import READY, Standby
+from rollout_server.standby import ASLEEP, DIFFERS, READY, SAME, ReadBack, Standby
 from rollout_server.store import WeightSource
 from rollout_server.swap import LOAD_FAILURES, free_bytes, own_tensors, standby_bytes
 from rollout_server.vllm_patches import shared_parameters, shares_embedding, ties_lm_head

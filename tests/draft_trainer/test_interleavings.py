@@ -15,7 +15,7 @@ from draft_trainer.releases.canary import Arm, Batch, Canary, TrialResult, decid
 from draft_trainer.releases.promotions import Promotion, Trial
 from rollout_server.acceptance import AcceptanceGuard, AcceptanceTracker
 from rollout_server.engine import VllmEngine
-from rollout_server.read_back import ASLEEP, SAME
+from rollout_server.standby import ASLEEP, SAME
 from tests.draft_trainer.fleet_double import RolloutDouble
 from tests.draft_trainer.fleet_rig import LONG, Rig
 

@@ -12,10 +12,9 @@ from torch import nn
 from draft_trainer.checkpoints.policy import read_policy
 from draft_trainer.drafters import DRAFTERS
 from draft_trainer.drafters.initial import init_dflash
-from rollout_server.read_back import DIFFERS, SAME
 from rollout_server.reload import Change, LiveModel, apply_all
 from rollout_server.served.derived import derived, unaccounted
-from rollout_server.standby import Standby
+from rollout_server.standby import DIFFERS, SAME, Standby
 from rollout_server.swap import NotSwappableError, StandbyCopy, standby_bytes, swap_contents
 from tests.rollout_server.test_swap import Drafts, different, join, ready, torn_weights
 

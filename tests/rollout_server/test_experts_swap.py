@@ -13,9 +13,9 @@ from torch import nn
 from draft_trainer.drafters import DRAFTERS
 from draft_trainer.drafters.mtp.config import MtpConfig
 from draft_trainer.drafters.mtp.head import MtpHead
-from rollout_server.read_back import DIFFERS, SAME
 from rollout_server.reload import Change, LiveModel, apply_all
 from rollout_server.served.derived import unaccounted
+from rollout_server.standby import DIFFERS, SAME
 from rollout_server.swap import StandbyCopy, _as_first_loaded
 from rollout_server.vllm_patches import pack_experts_again
 from tests.draft_trainer.test_mtp_vllm import GLM, SIZES

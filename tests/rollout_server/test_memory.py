@@ -15,11 +15,10 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from rollout_server import swap, worker
-from rollout_server.read_back import SAME, element_hash
 from rollout_server.reload import Change, Result
-from rollout_server.standby import READY, WORKING, Standby
+from rollout_server.standby import READY, SAME, WORKING, Standby
 from rollout_server.store import WeightSource
-from rollout_server.swap import free_bytes, must_pin, swap_contents
+from rollout_server.swap import element_hash, free_bytes, must_pin, swap_contents
 from rollout_server.worker import (
     SLEEPS,
     owed_bytes,

@@ -12,9 +12,8 @@ from torch import nn
 
 from rollout_server import app, launch, vllm_patches
 from rollout_server.launch import settings_of
-from rollout_server.read_back import SAME
 from rollout_server.reload import Change
-from rollout_server.standby import READY, WORKING
+from rollout_server.standby import READY, SAME, WORKING
 from rollout_server.vllm_versions import Sources, installed_source
 from rollout_server.worker import (
     slipstream_apply,

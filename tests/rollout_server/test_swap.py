@@ -14,9 +14,8 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from rollout_server.read_back import ASLEEP, DIFFERS, SAME, ReadBack
 from rollout_server.reload import Change, LiveModel, apply_all, load
-from rollout_server.standby import READY, WORKING, Standby
+from rollout_server.standby import ASLEEP, DIFFERS, READY, SAME, WORKING, ReadBack, Standby
 from rollout_server.store import Key, StagedTensor, WeightSource
 from rollout_server.swap import NotSwappableError, StandbyCopy, pairs_of, swap_contents
 from rollout_server.worker import WorkerHooks, slipstream_read_back, watch_sleep
