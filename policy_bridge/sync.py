@@ -400,7 +400,7 @@ def policy_tensors(
     state = _plain_state(source) if isinstance(source, nn.Module) else source
     owner = source if isinstance(source, nn.Module) else model
     dtype: torch.dtype | None = getattr(torch, dtype_name) if dtype_name else None
-    wide = kept_wide(owner, state)
+    wide = kept_wide(owner, state) if dtype is not None else set()
     seen: set[tuple[object, ...]] = set()
     tensors = {}
     for name, part in state.items():
