@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from rollout_server.reload import Change, Result
@@ -181,12 +181,9 @@ class VllmEngine:
         Raises RefusedError: one did not answer.
         """
         results = await self._apply_on_each(changes)
-        result = Result.all_of(results)
-        if result.split(results) and not all(change.can_be_undone for change in changes):
-            result = replace(result, restored=False)
-        elif result.restored and result.split(results):
-            undone = await self._apply_on_each([change.undone() for change in changes])
-            result = result.taken_back(results, undone)
+        result, undo = Result.all_of(results, changes)
+        if undo:
+            result = result.taken_back(results, await self._apply_on_each(undo))
         return result
 
     async def _apply_on_each(self, changes: Sequence[Change]) -> list[Result]:

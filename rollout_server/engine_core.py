@@ -10,7 +10,7 @@ import functools
 import inspect
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from types import SimpleNamespace
 from typing import Any
@@ -329,13 +329,13 @@ class EngineHooks:
         return list(self._rpc("slipstream_describe"))
 
     def read_back(self) -> list[str]:
-        """What every worker finds when it reads its draft back (``read_back.ReadBack``)."""
+        """What every worker finds when it reads its draft back (``standby.ReadBack``)."""
         found = self._rpc("slipstream_read_back")
         self._clock.interrupted()
         return list(found)
 
     def prepare(self, source: Mapping[str, Any], keep: Mapping[str, Any] | None) -> list[str]:
-        """How far every worker is with its standby copy (``swap.Standby.prepare``)."""
+        """How far every worker is with its standby copy (``standby.Standby.prepare``)."""
         return list(self._rpc("slipstream_prepare", None, (source, keep)))
 
     def check_transfer(self, transfer: str) -> list[str]:
@@ -378,21 +378,21 @@ class EngineHooks:
 
     def _apply(self, messages: list[Mapping[str, Any]], timeout: float) -> Result:
         steps_before = self._steps.proposed_so_far()
-        results = [Result(**r) for r in self._rpc("slipstream_apply", timeout, (messages,))]
-        result = Result.all_of(results)
         changes = [Change.from_message(message) for message in messages]
-        if result.split(results) and not all(change.can_be_undone for change in changes):
-            result = replace(result, restored=False)
-        elif result.split(results):
-            undo = [change.undone().to_message() for change in changes]
-            undone = [Result(**r) for r in self._rpc("slipstream_apply", timeout, (undo,))]
-            result = result.taken_back(results, undone)
+        results = self._apply_on_each(changes, timeout)
+        result, undo = Result.all_of(results, changes)
+        if undo:
+            result = result.taken_back(results, self._apply_on_each(undo, timeout))
         requests: dict[str, int] = {}
         if not result.error and any(change.kind == "policy" for change in changes):
             self._new_salt(policy=True)
             requests = self._requests.at_commit()
         self._clock.interrupted()
         return replace(result, steps_before=(steps_before,), requests=requests)
+
+    def _apply_on_each(self, changes: Sequence[Change], timeout: float) -> list[Result]:
+        messages = [change.to_message() for change in changes]
+        return [Result(**r) for r in self._rpc("slipstream_apply", timeout, (messages,))]
 
     def _new_salt(self, policy: bool) -> None:
         self._salt.advance(policy)

@@ -54,14 +54,9 @@ class Change:
     def undone(self) -> Change:
         """The change that puts the old weights back, whatever is there.
 
-        Only if ``can_be_undone``: a worker would wait for a transfer that nobody sends.
+        Not where they came by a transfer: a worker would wait for one that nobody sends.
         """
         return Change(self.kind, self.old, self.old)
-
-    @property
-    def can_be_undone(self) -> bool:
-        """Whether the old weights are held on this host."""
-        return not self.old.transfer
 
 
 @dataclass(frozen=True)
@@ -87,19 +82,27 @@ class Result:
     requests: Mapping[str, int] = field(default_factory=dict)
 
     @classmethod
-    def all_of(cls, results: Sequence[Result]) -> Result:
-        """What became of a change that several workers or engine cores were to apply."""
-        return cls(
+    def all_of(
+        cls, results: Sequence[Result], changes: Sequence[Change]
+    ) -> tuple[Result, list[Change]]:
+        """What became of changes that several workers or engine cores were to apply.
+
+        Returns:
+            The sum of ``results``, and what undoes the changes where some applied them and others
+            did not. Nothing does where old weights came by a transfer: the sum is not ``restored``.
+        """
+        result = cls(
             max(result.worker_seconds for result in results),
             "; ".join(dict.fromkeys(result.error for result in results if result.error)),
             all(result.restored for result in results),
             tuple(steps for result in results for steps in result.steps_before),
             requests={name: n for result in results for name, n in result.requests.items()},
         )
-
-    def split(self, results: Sequence[Result]) -> bool:
-        """Whether some of ``results``, whose sum this is, applied it and others did not."""
-        return bool(self.error) and not all(each.error for each in results)
+        if not (result.error and result.restored) or all(each.error for each in results):
+            return result, []
+        if any(change.old.transfer for change in changes):
+            return replace(result, restored=False), []
+        return result, [change.undone() for change in changes]
 
     def taken_back(self, results: Sequence[Result], undone: Sequence[Result]) -> Result:
         """This, after all of ``results`` were given the old weights again.
@@ -108,7 +111,7 @@ class Result:
         """
         each = zip(results, undone, strict=True)
         done = all(undo.restored and (one.error or not undo.error) for one, undo in each)
-        return replace(self, restored=self.restored and done)
+        return replace(self, restored=done)
 
 
 @dataclass(frozen=True)
