@@ -31,14 +31,6 @@ def test_steps_before_the_boundary_belong_to_the_old_version(tracker: Acceptance
     assert (new.drafts, new.accepted_tokens, new.accepted_per_position) == (4, 12, [4, 4, 4])
 
 
-def test_commits_in_a_row_without_drafts_leave_no_entry(tracker: AcceptanceTracker) -> None:
-    tracker.switch(1, [0])
-    tracker.switch(2, [0])
-    assert tracker.counters() == {}
-    tracker.record(1, 3, 0, [0, 0, 0])
-    assert set(tracker.counters()) == {2}
-
-
 def test_a_version_that_returns_goes_on_counting(tracker: AcceptanceTracker) -> None:
     tracker.record(2, 6, 2, [2, 0, 0])
     tracker.switch(1, [2])
@@ -46,13 +38,6 @@ def test_a_version_that_returns_goes_on_counting(tracker: AcceptanceTracker) -> 
     tracker.switch(0, [5])
     tracker.record(5, 15, 5, [5, 0, 0])
     assert {v: c.drafts for v, c in tracker.counters().items()} == {0: 7, 1: 3}
-
-
-def test_only_the_newest_versions_are_kept(tracker: AcceptanceTracker) -> None:
-    for version in range(1, 3 * KEPT_VERSIONS):
-        tracker.record(1, 3, 0, [0, 0, 0])
-        tracker.switch(version, [version])
-    assert len(tracker.counters()) == KEPT_VERSIONS
 
 
 def test_drafts_count_at_a_position_as_vllm_says_where_it_does(

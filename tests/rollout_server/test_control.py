@@ -110,15 +110,6 @@ def anyio_backend() -> str:
 
 
 @pytest.mark.anyio
-async def test_policy_and_draft_in_one_call(plane: Plane) -> None:
-    await plane.control.commit([plane.stage(DRAFT, 1), plane.stage(POLICY, 4)])
-    assert plane.engine.live == {DRAFT: "draft-1", POLICY: "policy-4"}
-    assert plane.control.commits == {DRAFT: 1, POLICY: 1}
-    assert plane.control.staged == {}
-    assert plane.outcomes == [("both", "ok")]
-
-
-@pytest.mark.anyio
 async def test_a_refused_apply_changes_nothing_and_keeps_the_stage(plane: Plane) -> None:
     stage = plane.stage(DRAFT, 1)
     plane.engine.failure = RefusedError("commit", "x", "y", "z", grpc.StatusCode.ABORTED)
@@ -155,18 +146,6 @@ async def test_a_commit_goes_on_when_its_caller_leaves(plane: Plane) -> None:
     assert plane.control.previous_draft is not None
     assert plane.control.previous_draft.version == 1, "serialised, and the first one finished"
     await plane.control.close()
-
-
-@pytest.mark.anyio
-async def test_roll_back_restores_the_previous_draft_once(plane: Plane) -> None:
-    with pytest.raises(RefusedError):
-        await plane.control.roll_back()
-    await plane.control.commit([plane.stage(DRAFT, 1)])
-    await plane.control.commit([plane.stage(DRAFT, 2)])
-    await plane.control.roll_back()
-    assert plane.engine.live[DRAFT] == "draft-1"
-    with pytest.raises(RefusedError):
-        await plane.control.roll_back()
 
 
 @pytest.mark.anyio

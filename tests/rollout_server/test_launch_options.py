@@ -80,15 +80,28 @@ def test_data_parallel_ranks_of_one_command_draft_as_many_tokens_in_every_step(p
             parse("--data-parallel-size", "2", option, value)
 
 
-def test_experts_that_move_between_ranks_are_refused(parse: Any) -> None:
-    with pytest.raises(RefusedError, match=r"--enable-eplb: found True, expected not given"):
-        parse("--enable-expert-parallel", "--enable-eplb")
-
-
-def test_a_store_of_embeddings_is_refused(parse: Any) -> None:
-    given = '{"ec_connector": "ECExampleConnector", "ec_role": "ec_both"}'
-    with pytest.raises(RefusedError, match=r"--ec-transfer-config: found .*older policy's"):
-        parse("--ec-transfer-config", given)
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        (
+            ("--enable-expert-parallel", "--enable-eplb"),
+            "--enable-eplb: found True, expected not given",
+        ),
+        (
+            ("--ec-transfer-config", '{"ec_connector": "Own", "ec_role": "ec_both"}'),
+            "--ec-transfer-config: found .*expected not given.*older policy's",
+        ),
+        (
+            ("--speculative-config", '{"method": "ngram"}'),
+            "--speculative-config: found .*expected not given",
+        ),
+    ],
+)
+def test_options_that_would_undo_a_guarantee_are_refused(
+    parse: Any, options: tuple[str, ...], text: str
+) -> None:
+    with pytest.raises(RefusedError, match=text):
+        parse(*options)
 
 
 def test_an_mtp_head_is_refused_where_the_model_is_quantized_as_it_loads(

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import httpx
 import pytest
-import torch
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.rollout_server.checkpoints import load, perturbed
@@ -66,16 +65,6 @@ def test_a_ruined_draft_is_not_asked_and_a_good_one_is(auto: Live, draft_dir: Pa
     serve_until(drafts=False)
     auto.swap(102, good)
     serve_until(drafts=True)
-    assert isinstance(good["fc.weight"], torch.Tensor)
     found = steps(auto)
     assert {length for kind, length in found if kind == "speculative"} == {0, 1, 2, 3}
     assert found["plain", 0] > 0
-
-
-def test_an_operator_outranks_it(auto: Live) -> None:
-    auto.speculate(False)
-    before = steps(auto)
-    auto.generate(prompts(16))
-    assert not auto.state().speculation_enabled
-    auto.speculate(True)
-    assert steps(auto).keys() >= before.keys()

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -17,19 +15,15 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from rollout_server import app
-from rollout_server.acceptance import AcceptanceTracker
-from rollout_server.engine import Description
+from rollout_server import cli, launch
 from rollout_server.plugins import Settings
 from rollout_server.preflight import check_metrics, check_paths, check_port_free
 from rollout_server.served import SERVED
-from rollout_server.store import ContentStore, make_directory
-from slipstream.checkpoints import read_layout
 from slipstream.errors import RefusedError
 from slipstream.security import open_to_all
 from slipstream.tensors import spec_of
-from slipstream.v1 import rollout_server_pb2 as pb
 from tests.rollout_server.checkpoints import load, write_draft
+from tests.rollout_server.test_served import plane
 
 
 @pytest.fixture
@@ -170,34 +164,16 @@ def test_metrics_of_several_processes(tmp_path: Path, monkeypatch: pytest.Monkey
         check_metrics()
 
 
-def rollout_server(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """The command line, to its end; where it takes for ever, an error that says at what."""
-    command = [sys.executable, "-X", "faulthandler", "-m", "rollout_server.cli", *arguments]
-    process = subprocess.Popen(
-        command,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    try:
-        out, err = process.communicate(timeout=240)
-    except subprocess.TimeoutExpired:
-        process.send_signal(signal.SIGABRT)
-        pytest.fail(f"it did not end: {process.communicate(timeout=60)[1]}")
-    finally:
-        process.kill()
-    return subprocess.CompletedProcess(command, process.returncode, out, err)
+def test_the_command_line_refuses_with_status_2(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(arguments: list[str]) -> int:
+        raise RefusedError("MODEL", arguments[0], "a checkpoint", "name it after serve")
 
-
-def test_the_command_line_refuses_with_status_2(policy_dir: Path, reduced: Path) -> None:
-    ended = rollout_server(
-        *("serve", str(policy_dir), "--draft", str(reduced)),
-        *("--speculative-config", '{"method": "ngram", "num_speculative_tokens": 2}'),
-    )
-    assert ended.returncode == 2
-    assert "rollout-server: --speculative-config: found" in ended.stderr
-    assert "Traceback" not in ended.stderr
+    monkeypatch.setattr(launch, "serve", refuse)
+    monkeypatch.setattr(cli, "mark_process", lambda: None)
+    assert cli.main(["serve", "nothing"]) == 2
+    assert capsys.readouterr().err.startswith("rollout-server: MODEL: found nothing")
 
 
 def test_a_plug_in_without_the_mark_does_nothing() -> None:
@@ -260,18 +236,7 @@ async def test_quantized_and_nested_models_take_drafts_and_only_these(
     model = quantized(policy_dir, tmp_path / kind, kind)
     SERVED["eagle3"].check(model, reduced)
 
-    class Describes:
-        async def describe(self) -> Description:
-            return Description(False, (), "bfloat16")
-
-    store = ContentStore(make_directory(1 << 24, tmp_path), 1 << 24)
-    settings = Settings(model, reduced, open_to_all())
-    control, service = await app.control_plane(
-        Describes(),  # type: ignore[arg-type]
-        *(store, settings, read_layout(model), AcceptanceTracker()),
-        *(lambda *_: None, pb.ServerState()),
-    )
-    service.workers.close()
+    control, service = await plane(Settings(model, reduced, open_to_all()))
     draft = [spec_of(name, tensor) for name, tensor in load(reduced).items()]
     service._expected["draft"].check(draft)
     policy = [spec_of(name, tensor) for name, tensor in load(policy_dir).items()]

@@ -22,7 +22,7 @@ from rollout_server.engine import Description
 from rollout_server.plugins import Settings
 from rollout_server.served import SERVED, WithoutWeights, served_by
 from rollout_server.served.derived import unaccounted
-from rollout_server.service import refuse_shared
+from rollout_server.service import RolloutService, refuse_shared
 from rollout_server.store import ContentStore, WeightSource
 from rollout_server.upload import Upload
 from slipstream.checkpoints import TensorLayout, read_layout
@@ -266,14 +266,24 @@ def test_a_text_policy_for_a_multimodal_checkpoint_is_told_which_class_to_load()
             expected.check([spec for name, spec in specs.items() if name != absent])
 
 
-class Describes:
-    """An engine that is asked for no more."""
+async def plane(
+    settings: Settings, tied: tuple[str, ...] = ()
+) -> tuple[RolloutControl, RolloutService]:
+    """A control plane over an engine that is asked no more than what it serves."""
 
-    def __init__(self, tied: tuple[str, ...]) -> None:
-        self._seen = Description(False, (), "bfloat16", tied=tied)
+    class Describes:
+        async def describe(self) -> Description:
+            return Description(False, (), "bfloat16", tied=tied)
 
-    async def describe(self) -> Description:
-        return self._seen
+    control, service = await app.control_plane(
+        Describes(),  # type: ignore[arg-type]
+        ContentStore(settings.model_dir, 1 << 24),
+        settings,
+        *(read_layout(settings.model_dir), AcceptanceTracker()),
+        *(lambda *_: None, pb.ServerState()),
+    )
+    service.workers.close()
+    return control, service
 
 
 def staged(
@@ -282,14 +292,8 @@ def staged(
     """Of a policy that is pushed: names that are kept, and whether lm_head is asked for."""
 
     async def begin() -> tuple[Weights, Upload]:
-        _, service = await app.control_plane(
-            Describes(tied),  # type: ignore[arg-type]
-            ContentStore(folder, 1 << 24),
-            Settings(folder, None, open_to_all(), draft_kind="none"),
-            *(read_layout(folder), AcceptanceTracker()),
-            *(lambda *_: None, pb.ServerState()),
-        )
-        service.workers.close()
+        settings = Settings(folder, None, open_to_all(), draft_kind="none")
+        _, service = await plane(settings, tied)
         specs = [spec_of(name, tensor) for name, tensor in tensors.items()]
         header = pb.StageHeader(stage_id="policy-1", version=1, tensors=specs)
         return await service._begin(header, POLICY_KIND)
@@ -338,18 +342,8 @@ def test_a_first_draft_is_held_as_it_would_be_staged(tied: tuple[str, ...], tmp_
     names = ["lm_head.weight", "model.embed_tokens.weight", "model.norm.weight"]
     draft = write(tmp_path / "draft", {name: torch.ones(16, 8) for name in names})
 
-    async def start() -> RolloutControl:
-        control, service = await app.control_plane(
-            Describes(tied),  # type: ignore[arg-type]
-            ContentStore(tmp_path, 1 << 20),
-            Settings(draft, draft, open_to_all(), draft_kind="draft_model"),
-            *(read_layout(draft), AcceptanceTracker()),
-            *(lambda *_: None, pb.ServerState()),
-        )
-        service.workers.close()
-        return control
-
-    control = asyncio.run(start())
+    settings = Settings(draft, draft, open_to_all(), draft_kind="draft_model")
+    control, _ = asyncio.run(plane(settings, tied))
     held = names[1:] if tied else names
     assert [tensor.name for tensor in control.live[DRAFT].source.tensors] == held
     staged_ones = [spec_of(name, torch.ones(16, 8)) for name in held]

@@ -10,9 +10,8 @@ import pytest
 
 from rollout_server.acceptance import AcceptanceTracker
 from rollout_server.engine_core import rounded_up
-from rollout_server.step_costs import WINDOW_SECONDS, CostWatch, StepCosts, StepSum, StepSums
+from rollout_server.step_costs import CostWatch, StepCosts, StepSum, StepSums
 from slipstream.errors import RefusedError
-from slipstream.v1 import rollout_server_pb2 as pb
 
 
 class Source:
@@ -161,19 +160,6 @@ def test_an_idle_server_goes_on_drafting(monkeypatch: pytest.MonkeyPatch) -> Non
     assert costs.unknown_size == 4
     assert engine.turned == []
     assert tracker.speed_up is None, "nothing is drafted"
-
-
-def test_the_speed_up_is_what_a_step_yields_over_what_it_costs_in_the_last_minute() -> None:
-    costs = StepCosts()
-    steps = {("plain", 4, 0): StepSum(100, 1.0), ("speculative", 4, 3): StepSum(100, 2.0)}
-    costs.add(10.0, {}, pb.AcceptanceCounters(draft_version=1))
-    assert costs.speed_up(10.0) is None
-    live = pb.AcceptanceCounters(draft_version=1, drafts=1000, accepted_tokens=2000)
-    costs.add(20.0, steps, live)
-    # Three tokens a step, and a step that costs two.
-    assert costs.break_even == pytest.approx(2.0)
-    assert costs.speed_up(20.0) == pytest.approx(1.5)
-    assert costs.speed_up(20.0 + WINDOW_SECONDS + 1) is None, "nothing was generated since"
 
 
 def test_sizes_are_few_and_close() -> None:
