@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import math
 import socket
 import threading
 from collections.abc import Callable
@@ -21,7 +20,7 @@ from slipstream.errors import RefusedError, abort_with
 from slipstream.layers import encode_layers
 from slipstream.sample import Sample
 from slipstream.serving import SERVER_OPTIONS
-from slipstream.tensors import SCHEMA_VERSION, ChunkAssembler, digest, dtype_from_wire
+from slipstream.tensors import SCHEMA_VERSION, ChunkAssembler, digest
 from slipstream.v1 import draft_trainer_pb2 as pb
 from slipstream.v1 import draft_trainer_pb2_grpc as pb_grpc
 from slipstream.v1 import rollout_server_pb2 as rollout_pb
@@ -271,8 +270,6 @@ class FakeRollout(rollout_grpc.RolloutServerServicer):
         assembler = ChunkAssembler(header.tensors, 1 << 30)
         for request in requests:
             assembler.feed(request.chunk)
-            if assembler.bytes_received == _total(header.tensors):
-                break
         self.staged[header.stage_id] = (header.version, assembler.finish())
         if header.kind == rollout_pb.STAGE_KIND_POLICY_EXTERNAL:
             self.updates[header.stage_id] = header.transfer_update
@@ -304,10 +301,6 @@ class FakeRollout(rollout_grpc.RolloutServerServicer):
     def GetState(self, request, context):  # type: ignore[no-untyped-def]
         self._maybe_fail("GetState", context)
         return self.state()
-
-
-def _total(specs) -> int:  # type: ignore[no-untyped-def]
-    return sum(math.prod(s.shape) * dtype_from_wire(s.dtype, "t").itemsize for s in specs)
 
 
 class BlackHole:
