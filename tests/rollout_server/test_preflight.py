@@ -84,7 +84,10 @@ def test_a_policy_too_shallow_for_the_default_layers(
         (lambda d: (d / "model.safetensors").unlink(), "model.safetensors"),
         (lambda d: (d / "config.json").write_text("{"), "JSON"),
         (lambda d: (d / "model.safetensors").write_bytes(b"nonsense"), "safetensors"),
-        (lambda d: edit_config(d, hidden_size=128), "hidden_size: found 128, expected 192"),
+        (
+            lambda d: edit_config(d, target_hidden_size=None, hidden_size=128),
+            "hidden_size: found 128, expected 192",
+        ),
         (lambda d: edit_config(d, eagle_aux_hidden_state_layer_ids=[2, 5, 11]), "10 layers"),
         (lambda d: edit_config(d, eagle_aux_hidden_state_layer_ids=[5, 2, 7]), "ascending"),
         (lambda d: edit_config(d, eagle_aux_hidden_state_layer_ids=[2, 5]), "fc.weight"),
