@@ -1,4 +1,4 @@
-"""MTP heads: their function and gradients, their checkpoints, and what is refused of them."""
+"""MTP heads: their objective, their checkpoints, and what is refused of them."""
 
 from __future__ import annotations
 
@@ -9,39 +9,16 @@ from typing import Any, get_args
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
-from transformers import (
-    AutoModelForCausalLM,
-    Glm4MoeConfig,
-    LlamaConfig,
-    Qwen2Config,
-    Qwen3NextConfig,
-)
-from transformers.models.glm4_moe.modeling_glm4_moe import (
-    Glm4MoeDecoderLayer,
-    Glm4MoeRMSNorm,
-    Glm4MoeRotaryEmbedding,
-)
-from transformers.models.llama.modeling_llama import (
-    LlamaDecoderLayer,
-    LlamaRMSNorm,
-    LlamaRotaryEmbedding,
-)
-from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer, Qwen2RMSNorm
-from transformers.models.qwen2.modeling_qwen2 import Qwen2RotaryEmbedding as Qwen2Rotary
-from transformers.models.qwen3_next.modeling_qwen3_next import (
-    Qwen3NextDecoderLayer,
-    Qwen3NextRMSNorm,
-    Qwen3NextRotaryEmbedding,
-)
+from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 from draft_trainer.cli.main import main as draft_trainer
 from draft_trainer.config import DraftKind, TrainingConfig
 from draft_trainer.drafters import DRAFTERS
-from draft_trainer.drafters.batch import Batch, collate
+from draft_trainer.drafters.batch import collate
 from draft_trainer.drafters.loss import ttt_objective, valid_targets
 from draft_trainer.drafters.mtp.checkpoint import Mtp
-from draft_trainer.drafters.mtp.config import FAMILIES, MtpConfig
+from draft_trainer.drafters.mtp.config import MtpConfig
 from draft_trainer.drafters.mtp.head import MtpHead
 from draft_trainer.drafters.policy import PolicyHeads
 from draft_trainer.ingest.run import check_fit, policy_of
@@ -95,16 +72,6 @@ DOCUMENTS: dict[str, dict[str, Any]] = {
     **{"qwen3_next": QWEN, "mimo": MIMO},
     **{"ernie4_5_moe": ERNIE, "glm4_moe": GLM},
 }
-MODULES: dict[str, tuple[Any, ...]] = {
-    "qwen3_next": (
-        *(Qwen3NextConfig, Qwen3NextRMSNorm, Qwen3NextDecoderLayer),
-        Qwen3NextRotaryEmbedding,
-    ),
-    "mimo": (Qwen2Config, Qwen2RMSNorm, Qwen2DecoderLayer, Qwen2Rotary),
-    "ernie4_5_moe": (LlamaConfig, LlamaRMSNorm, LlamaDecoderLayer, LlamaRotaryEmbedding),
-    "glm4_moe": (Glm4MoeConfig, Glm4MoeRMSNorm, Glm4MoeDecoderLayer, Glm4MoeRotaryEmbedding),
-}
-"""transformers' configuration, norm, layer and rotary embedding of each family's head."""
 
 
 def mtp_head(document: dict[str, Any], seed: int = 0) -> MtpHead:
@@ -119,110 +86,9 @@ def mtp_head(document: dict[str, Any], seed: int = 0) -> MtpHead:
     return head
 
 
-def batch_of(policy: Policy, count: int = 3) -> Batch:
-    return collate(policy.samples(count), policy.heads(rows=torch.arange(VOCAB)))
-
-
-def fused_experts(tensors: dict[str, Any]) -> dict[str, Tensor]:
-    """With the experts' matrices in one tensor each, as transformers has them."""
-    of_experts = [name for name in tensors if ".experts." in name]
-    if not of_experts:
-        return tensors
-    at = of_experts[0].partition("experts.")[0] + "experts."
-    count = 1 + max(int(name.removeprefix(at).partition(".")[0]) for name in of_experts)
-    gate, up, down = (
-        torch.stack([tensors[f"{at}{number}.{part}_proj.weight"] for number in range(count)])
-        for part in ("gate", "up", "down")
-    )
-    kept = {name: tensor for name, tensor in tensors.items() if name not in of_experts}
-    return kept | {f"{at}gate_up_proj": torch.cat([gate, up], 1), f"{at}down_proj": down}
-
-
-class Reference(nn.Module):
-    """The same head of transformers' own modules, run as a server runs it: one chain an anchor."""
-
-    def __init__(self, head: MtpHead) -> None:
-        super().__init__()
-        self.family, state = FAMILIES[head.config.family], head.state_dict()
-        names = {n: v for n, v in head.config.document.items() if n != "architectures"}
-        names.pop("model_type")
-        kind, norm, layer, rotary = MODULES[head.config.family]
-        self.config = kind(**names, attn_implementation="eager")
-        self.embed_norm, self.hidden_norm, self.norm = (norm(HIDDEN, 1e-6) for _ in range(3))
-        if head.config.family == "ernie4_5_moe":
-            self.norm = nn.Identity()
-        self.fc = nn.Linear(2 * HIDDEN, HIDDEN, bias=False)
-        # Of GLM's layers those after the policy's have experts.
-        number = self.config.num_hidden_layers if head.config.experts else 0
-        self.layer, self.rotary = layer(self.config, number), rotary(self.config)
-        self.load_state_dict(fused_experts(state))
-
-    def normed(self, output: Tensor) -> Tensor:
-        return output if self.family.norm_fed else self.norm(output)
-
-    def fused(self, embeds: Tensor, hidden: Tensor, position: int) -> Tensor:
-        if self.family.blind_start and position == 0:
-            embeds = torch.zeros_like(embeds)
-        halves = [self.embed_norm(embeds), self.hidden_norm(hidden)]
-        return self.fc(torch.cat(halves if self.family.embedding_first else halves[::-1], -1))
-
-    def chain(self, embeds: Tensor, final: Tensor, anchor: int, steps: int) -> list[Tensor]:
-        """Outputs of the anchor's steps; ``embeds`` and ``final`` are the row's, [T, H]."""
-        inputs = [self.fused(embeds[i + 1], final[i], i) for i in range(anchor + 1)]
-        outputs: list[Tensor] = []
-        for step in range(steps):
-            if step:
-                position = anchor + step
-                inputs.append(self.fused(embeds[position + 1], outputs[-1], position))
-            x = torch.stack(inputs)[None]
-            count = x.shape[1]
-            mask = torch.full((count, count), float("-inf")).triu(1)[None, None]
-            angles = self.rotary(x, torch.arange(count)[None])
-            out = self.layer(x, position_embeddings=angles, attention_mask=mask)
-            out = out[0] if isinstance(out, tuple) else out
-            outputs.append((self.norm(out) if self.family.norm_fed else out)[0, -1])
-        return outputs
-
-
-@pytest.mark.parametrize("name", DOCUMENTS)
-@pytest.mark.parametrize("first_anchor", [0, 5])
-def test_outputs_and_gradients_are_those_of_a_chain_run_anchor_by_anchor(
-    name: str, first_anchor: int
-) -> None:
-    head = mtp_head(DOCUMENTS[name])
-    reference = Reference(head)
-    batch = batch_of(Policy())
-    outputs = list(head.unroll(batch, STEPS, first_anchor))
-    generator = torch.Generator().manual_seed(1)
-    ours, theirs = torch.zeros(()), torch.zeros(())
-    for row, length in enumerate((batch.teacher_known.sum(1) + 1).tolist()):
-        for anchor in range(first_anchor, length - STEPS - 1):
-            chain = reference.chain(batch.embeds[row], batch.final_hidden[row], anchor, STEPS)
-            for step, expected in enumerate(chain):
-                found = outputs[step][row, anchor - first_anchor]
-                torch.testing.assert_close(found, expected, atol=2e-5, rtol=1e-4)
-                weight = torch.randn(HIDDEN, generator=generator)
-                ours = ours + head.normed(found[None])[0] @ weight
-                theirs = theirs + reference.normed(expected) @ weight
-    ours.backward()
-    theirs.backward()
-    expected_grads = {n: p.grad for n, p in reference.named_parameters()}
-    # An expert that no token is sent to has no gradient.
-    zeros = {n: torch.zeros_like(p) for n, p in head.named_parameters()}
-    grads = fused_experts(
-        {n: zeros[n] if p.grad is None else p.grad for n, p in head.named_parameters()}
-    )
-    assert grads.keys() == expected_grads.keys()
-    for parameter_name, grad in grads.items():
-        expected = expected_grads[parameter_name]
-        scale = float(expected.abs().max())
-        assert scale > 0
-        torch.testing.assert_close(grad, expected, atol=2e-4 * scale, rtol=1e-3)
-
-
 def test_the_loss_is_the_divergence_over_the_whole_vocabulary_and_leaves_lm_head_alone() -> None:
     head, policy = mtp_head(QWEN), Policy()
-    batch = batch_of(policy)
+    batch = collate(policy.samples(3), policy.heads(rows=torch.arange(VOCAB)))
     lm_head = batch.policy.lm_head_rows
     valid = valid_targets(batch, STEPS)
     counts = valid.flatten(1).sum(1)
@@ -340,37 +206,6 @@ def test_what_a_family_does_not_represent(
         RefusedError, match=f"config.json {field}.*ernie4_5_moe, glm4_moe are supported"
     ):
         MtpConfig.from_dict(document | changes)
-
-
-def test_exact_names_of_ernie() -> None:
-    head = mtp_head(ERNIE)
-    names = {head.config.stored(name) for name in head.state_dict()}
-    block = "model.mtp_block.0."
-    assert names == {
-        "model.mtp_emb_norm.0.weight",
-        "model.mtp_hidden_norm.0.weight",
-        "model.mtp_linear_proj.0.weight",
-        f"{block}input_layernorm.weight",
-        f"{block}post_attention_layernorm.weight",
-        *(f"{block}self_attn.{part}_proj.weight" for part in "qkvo"),
-        *(f"{block}mlp.{part}_proj.weight" for part in ("gate", "up", "down")),
-    }
-
-
-def test_exact_names_of_glm() -> None:
-    head = mtp_head(GLM)
-    block, parts = "model.layers.2.", ("gate", "up", "down")
-    experts = [*(f"experts.{number}" for number in range(6)), "shared_experts"]
-    assert {head.config.stored(name) for name in head.state_dict()} == {
-        *(f"{block}{name}.weight" for name in ("enorm", "hnorm", "eh_proj", "shared_head.norm")),
-        *(f"{block}{name}_layernorm.weight" for name in ("input", "post_attention")),
-        *(f"{block}self_attn.{part}_proj.weight" for part in "qkvo"),
-        *(f"{block}self_attn.{part}_proj.bias" for part in "qkv"),
-        *(f"{block}self_attn.{part}_norm.weight" for part in "qk"),
-        *(f"{block}mlp.{expert}.{part}_proj.weight" for expert in experts for part in parts),
-        f"{block}mlp.gate.weight",
-        f"{block}mlp.gate.e_score_correction_bias",
-    }
 
 
 def test_a_release_keeps_the_correction_of_the_router_in_float32(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import torch
 from draft_trainer.drafters.batch import batches, collate
 from draft_trainer.drafters.loss import METRICS, step_weights, ttt_objective, valid_targets
 from tests.draft_trainer.synthetic import Policy, draft_vocab_ids, head
+from tests.draft_trainer.training_process import HEADS
 
 
 def test_teacher_is_the_policy_itself() -> None:
@@ -79,10 +80,11 @@ def test_loss_and_metrics_equal_a_plain_loop(temperature: float) -> None:
     assert float(outcome.loss) == pytest.approx(loss, rel=1e-5)
 
 
-def test_gradient_equals_finite_differences() -> None:
+@pytest.mark.parametrize("kind", HEADS)
+def test_gradient_equals_finite_differences(kind: str) -> None:
     """Directional derivatives in float64 along one random direction per parameter."""
-    policy, model = Policy(), head(4).double()
-    batch = collate(policy.samples(2), policy.heads())
+    policy, model = Policy(), HEADS[kind](4).double()
+    batch = collate(policy.samples(2), policy.heads(rows=model.target_ids()))
     valid = valid_targets(batch, 3)
 
     def loss() -> torch.Tensor:

@@ -28,6 +28,8 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.forward_context import set_forward_context
 from vllm.model_executor.model_loader import get_model
 
+from rollout_server.vllm_patches import allow_dense_qwen3_next
+
 
 class _OneSequence(nn.Module):
     """Causal attention over T keys; with a window, over the last of them."""
@@ -170,6 +172,7 @@ class _Plain:
 def main(job: dict[str, object]) -> None:
     """Run every draft of the job and save what came out beside it."""
     torch.accelerator.empty_cache = lambda: None  # as vLLM's CPU worker has it
+    allow_dense_qwen3_next()
     with tempfile.NamedTemporaryFile() as rendezvous:
         init_distributed_environment(1, 0, f"file://{rendezvous.name}", 0, "gloo")
         for draft in job["drafts"]:  # type: ignore[attr-defined]
