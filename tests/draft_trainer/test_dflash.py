@@ -1,4 +1,4 @@
-"""DFlash drafts: their function and gradients, checkpoints, first weights, and what is refused."""
+"""DFlash drafts: their function, checkpoints, first weights, and what is refused."""
 
 from __future__ import annotations
 
@@ -97,31 +97,22 @@ class Reference(nn.Module):
 
 
 @pytest.mark.parametrize("first_anchor", [0, 5])
-def test_outputs_and_gradients_are_those_of_a_block_run_anchor_by_anchor(first_anchor: int) -> None:
+def test_outputs_are_those_of_a_block_run_anchor_by_anchor(first_anchor: int) -> None:
     head = moved(dflash_head())
     reference = Reference(head)
     policy = Policy()
     batch = collate(policy.samples(3), policy.heads(rows=torch.arange(VOCAB)))
-    outputs = [head.normed(output) for output in head.unroll(batch, STEPS, first_anchor)]
+    with torch.no_grad():
+        outputs = [head.normed(output) for output in head.unroll(batch, STEPS, first_anchor)]
     assert [tuple(x.shape) for x in outputs] == [
         (3, batch.token_ids.shape[1] - first_anchor, HIDDEN)
     ] * STEPS
-    generator = torch.Generator().manual_seed(1)
-    ours, theirs = torch.zeros(()), torch.zeros(())
     for row, length in enumerate((batch.teacher_known.sum(1) + 1).tolist()):
         for anchor in range(first_anchor, length - 1):
-            expected = reference.block(batch, row, anchor, STEPS)
+            with torch.no_grad():
+                expected = reference.block(batch, row, anchor, STEPS)
             found = torch.stack([output[row, anchor - first_anchor] for output in outputs])
             torch.testing.assert_close(found, expected, atol=2e-5, rtol=1e-4)
-            weight = torch.randn(STEPS, HIDDEN, generator=generator)
-            ours, theirs = ours + (found * weight).sum(), theirs + (expected * weight).sum()
-    ours.backward()
-    theirs.backward()
-    expected_grads = dict(reference.named_parameters())
-    for name, parameter in head.named_parameters():
-        expected = expected_grads[name].grad
-        scale = float(expected.abs().max())
-        torch.testing.assert_close(parameter.grad, expected, atol=2e-4 * scale, rtol=1e-3)
 
 
 def test_no_place_sees_what_comes_after_its_anchor() -> None:

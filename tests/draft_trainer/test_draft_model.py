@@ -66,7 +66,7 @@ def policy_folder(folder: Path, **changes: object) -> Path:
 
 
 @pytest.mark.parametrize("name", ["qwen3", "llama", "qwen2"])
-def test_logits_and_gradients_are_transformers(name: str, tmp_path: Path) -> None:
+def test_logits_are_transformers(name: str, tmp_path: Path) -> None:
     model = models()[name]
     model.save_pretrained(tmp_path / "lm")
     policy = policy_folder(tmp_path / "policy")
@@ -75,7 +75,6 @@ def test_logits_and_gradients_are_transformers(name: str, tmp_path: Path) -> Non
     samples = Policy().samples(3)
     batch = collate(samples, Policy().heads(rows=torch.arange(VOCAB)))
     theirs = model(input_ids=batch.token_ids, position_ids=batch.positions).logits
-    ours, expected = torch.zeros(()), torch.zeros(())
     for step, output in enumerate(draft.unroll(batch, STEPS, first_anchor=2)):
         logits = draft.logits(output)
         for row, sample in enumerate(samples):
@@ -83,14 +82,6 @@ def test_logits_and_gradients_are_transformers(name: str, tmp_path: Path) -> Non
             found = logits[row, : last - 2 + 1]
             wanted = theirs[row, 3 + step : last + step + 2]
             torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
-            ours, expected = ours + found.square().sum(), expected + wanted.square().sum()
-    ours.backward()
-    expected.backward()
-    gradients = dict(model.named_parameters())
-    for key, parameter in draft.named_parameters():
-        wanted = gradients[key].grad
-        scale = float(wanted.abs().max())
-        torch.testing.assert_close(parameter.grad, wanted, atol=1e-3 * scale, rtol=1e-3)
 
 
 def parallel(folder: Path, token: object, **changes: object) -> Path:
