@@ -1,4 +1,8 @@
-"""Checkpoints that speculators, SpecForge and ModelOpt wrote (by ``checkpoints/make.py``)."""
+"""Checkpoints that speculators 0.9.0, specforge 0.2.0 and nvidia-modelopt 0.47.0 wrote.
+
+Each trainer saved a random draft of its own for ``checkpoints/policy``, a tiny Qwen3. Beside it,
+``NAME.safetensors`` holds one sequence and the logits of its first step on it, in float32.
+"""
 
 from __future__ import annotations
 
