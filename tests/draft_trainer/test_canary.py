@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 
@@ -13,75 +12,37 @@ from draft_trainer.releases import canary
 from draft_trainer.releases.client import RolloutClient
 from draft_trainer.releases.retention import list_uses
 from slipstream.errors import RefusedError, StatusCode
-from tests.draft_trainer.fleet_rig import LONG, RELEASES, Rig
+from tests.draft_trainer.fleet_rig import LONG, Rig
 
 GOOD, RUINED = [70, 50, 30], [2, 0, 0]
 """Accepted at each position of 100 drafts."""
 
 
-class Running:
-    """A rig whose reconciler runs."""
-
-    def __init__(self, rig: Rig) -> None:
-        self.rig = rig
-        self.reconciler = rig.reconciler
-        self.settled = threading.Event()
-        self._looked = 0
-        self._settle = rig.publisher.settle
-        rig.publisher.settle = self._look  # type: ignore[method-assign]
-        rig.watching()
-        self.reconciler.start()
-
-    def draft_until(self, done: Callable[[], bool], ruined: int) -> int:
-        """Drafts on all servers until ``done``, no more of them before the reconciler has looked
-        at the last ones; drafts of ``ruined`` spent, 100 at a time."""
-        deadline, spent, hundreds = time.monotonic() + 120, 0, 1 if ruined >= 0 else 10
-        while not done():
-            seen = self._seen()
-            for double in self.rig.doubles:
-                bad = double.state.draft_version == ruined
-                spent += 100 * bad
-                for _ in range(hundreds):
-                    double.draft(100, RUINED if bad else GOOD)
-            seen += 100 * hundreds * len(self.rig.doubles)
-            while self._looked < seen and not done():
-                assert time.monotonic() < deadline, "no verdict"
-                self.settled.wait(0.01)
-        return spent
-
-    def _look(self) -> bool:
-        seen = self._seen()
-        settled = self._settle()
-        self._looked = seen
-        if settled:
-            self.settled.set()
-        return settled
-
-    def _seen(self) -> int:
-        return sum(self.rig.seen(version) for version in range(RELEASES))
-
-    def history(self, drafts: int = 2000) -> None:
-        """The incumbent's acceptance before anything is tried."""
-        rig = self.rig
-        rig.draft(rig.served[0], GOOD, drafts)
+def settle(
+    rig: Rig, version: int = -1, accepted: Sequence[int] = GOOD, others: bool = False
+) -> int:
+    """Until the trial under way has a result, while ``version`` drafts, and release 0 too if it
+    is asked for; how many steps of ``version`` each of its servers made."""
+    deadline, steps = time.monotonic() + 60, 0
+    while not rig.publisher.settle():
+        assert time.monotonic() < deadline, "no result"
+        rig.draft(version, accepted, 1000)
+        if others:
+            rig.draft(0, GOOD, 1000)
+        steps += 1000
+    return steps
 
 
-@pytest.fixture(params=[(4, 0.25), (1, 0.25)], ids=["one-of-four", "alone"])
-def running(make_rig: Callable[..., Rig], request: pytest.FixtureRequest) -> Iterator[Running]:
-    servers, share = request.param
-    rig = make_rig(servers, CanaryConfig(share=share, max_seconds=120.0))
-    running = Running(rig)
-    yield running
-    assert running.reconciler.stop(LONG)
-
-
-def test_a_ruined_draft_that_was_forced_is_rolled_back(running: Running) -> None:
-    rig = running.rig
-    running.history()
+@pytest.mark.parametrize("servers", [4, 1])
+def test_a_ruined_draft_that_was_forced_is_rolled_back(
+    make_rig: Callable[..., Rig], servers: int
+) -> None:
+    rig = make_rig(servers, CanaryConfig(share=0.25, max_seconds=120.0))
+    rig.watching()
+    rig.draft(0, GOOD, 2000)
     assert rig.publisher.promote(2, pin=True).changes
     assert rig.served.count(2) == 1
-    spent = running.draft_until(running.settled.is_set, ruined=2)
-    assert spent <= 2000
+    assert settle(rig, 2, RUINED, others=True) <= 2000
     assert rig.served == [0] * len(rig.doubles)
     now = rig.promotions.now
     assert (now.promoted, now.pinned, now.live, now.good) == (0, False, 0, (0,))
@@ -93,11 +54,13 @@ def test_a_ruined_draft_that_was_forced_is_rolled_back(running: Running) -> None
     assert all(list(d._state().staged) == [] for d in rig.doubles)
 
 
-def test_a_draft_as_good_goes_to_everybody(running: Running) -> None:
-    rig = running.rig
-    running.history(6000)
+@pytest.mark.parametrize("servers", [4, 1])
+def test_a_draft_as_good_goes_to_everybody(make_rig: Callable[..., Rig], servers: int) -> None:
+    rig = make_rig(servers, CanaryConfig(share=0.25, max_seconds=120.0))
+    rig.watching()
+    rig.draft(0, GOOD, 6000)
     rig.publisher.promote(1, pin=False)
-    running.draft_until(running.settled.is_set, ruined=-1)
+    settle(rig, 1, others=True)
     assert rig.served == [1] * len(rig.doubles)
     rig.assert_live(1)
     assert rig.promotions.now.good == (0, 1) and rig.promotions.now.trial is None
@@ -145,14 +108,6 @@ def test_a_promotion_to_the_rest_that_fails_takes_the_canaries_back(
     other.faults.stage, other.faults.commit = False, set()
     rig.publisher._publish(1, passed)
     assert rig.served == [1, 1, 1] and rig.promotions.now.good == (0, 1)
-
-
-def settle(rig: Rig, version: int = -1, accepted: Sequence[int] = GOOD) -> None:
-    """Until the trial under way has a result, while ``version`` drafts."""
-    deadline = time.monotonic() + 60
-    while not rig.publisher.settle():
-        assert time.monotonic() < deadline, "no result"
-        rig.draft(version, accepted, 1000)
 
 
 @pytest.mark.parametrize("share", [0.5, 1.0])
@@ -269,9 +224,9 @@ def test_a_fleet_without_figures_of_the_incumbent_measures_it_first(
     assert not rig.publisher.prepare().changes, "it waits"
     assert not rig.publisher.measure()
     rig.draft(0, GOOD, 8000)
-    running = Running(rig)
-    running.draft_until(lambda: rig.promotions.now.good == (0, 1), ruined=-1)
-    assert running.reconciler.stop(LONG)
+    assert rig.publisher.measure() and rig.publisher.publish_promoted().changes
+    settle(rig, 1)
+    assert rig.promotions.now.good == (0, 1)
     assert rig.served == [1] and not rig.promotions.now.hold
 
 
@@ -382,30 +337,6 @@ def test_a_large_fleet_reports_no_more_a_second_than_a_small_one(
     rig.watch.follow([one])
     assert rig.watch._seen.keys() == {one} and rig.watch._seen[one].maxlen == 8
     assert rig.seen(0) >= 100, "what is known of it stays"
-
-
-@pytest.mark.parametrize("servers", [3, 1], ids=["shared", "alone"])
-def test_a_trial_survives_a_restart_of_the_trainer(
-    make_rig: Callable[..., Rig], servers: int
-) -> None:
-    """A ruined draft on trial is still found and rolled back by the next trainer."""
-    rig = make_rig(servers, CanaryConfig(share=0.34, max_seconds=120.0))
-    first = Running(rig)
-    first.history()
-    rig.publisher.promote(2, pin=False)
-    trial = rig.promotions.now.trial
-    assert trial is not None and bool(trial.others) == (servers > 1)
-    assert first.reconciler.stop(LONG)
-    rig.restart()
-    assert rig.promotions.now.trial == trial
-    second = Running(rig)
-    assert rig.served.count(2) == 1
-    second.draft_until(second.settled.is_set, ruined=2)
-    assert rig.served == [0] * servers
-    assert rig.promotions.now.trial is None
-    assert ("canary_rolled_back", 2) in rig.events()
-    assert "interrupted" not in [name for name, _ in rig.events()]
-    assert second.reconciler.stop(LONG)
 
 
 def test_a_trial_that_no_disk_knows_of_is_taken_back(
