@@ -1,9 +1,8 @@
-"""What the sample store evicts and draws first, and what it holds out."""
+"""What the sample store evicts and draws first."""
 
 from __future__ import annotations
 
 import random
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -63,19 +62,6 @@ def test_viewed_samples_are_not_evicted(tmp_path: Path) -> None:
     assert all(is_intact(sample) for sample in viewed)
 
 
-def test_untrained_before_trained_and_newest_before_old(tmp_path: Path) -> None:
-    store = open_store(tmp_path, max_epochs=9)
-    store.begin("run", {})
-    put(store, "old", 1)
-    put(store, "new", 3)
-    assert [all_drawn(store, tokens=16) for _ in range(2)] == [["new"], ["new"]]
-    put(store, "newer", 4)
-    assert all_drawn(store, tokens=16) == ["newer"]
-    assert store.counts().pending == 1
-    # One sample even above the bound.
-    assert len(all_drawn(store, tokens=1)) == 1
-
-
 def test_the_order_is_that_of_the_seed_and_not_of_what_was_drawn_before(tmp_path: Path) -> None:
     def drawn_after(interruptions: int, seed: int) -> list[str]:
         folder = tmp_path / f"{interruptions}-{seed}"
@@ -114,7 +100,8 @@ def test_against_a_model_that_sorts(tmp_path: Path) -> None:
             drawn: Any = store.draw("run", rng.randrange(1, 200))
             left = sorted(t - v for n, (v, t) in model.items() if n not in held and t < 3)
             found = [model[s.sample_id][1] - s.policy_version for s in drawn.samples]
-            assert found == left[: len(found)]
+            # One sample even above the bound.
+            assert found == left[: len(found)] and bool(found) == bool(left)
             if rng.random() < 0.3:
                 store.put_back(drawn)
             else:
@@ -135,22 +122,3 @@ def test_against_a_model_that_sorts(tmp_path: Path) -> None:
     held = {sample.sample_id for sample in store.held_out("run")}
     pending = sum(times == 0 for name, (_, times) in model.items() if name not in held)
     assert store.counts().pending == pending
-
-
-def test_held_out_is_decided_by_the_prompt_and_never_drawn(tmp_path: Path) -> None:
-    """By sample, a candidate would be judged on prompts that it was trained on."""
-    stores = [open_store(tmp_path / name, 1 << 21, held_out_fraction=0.25) for name in "ab"]
-    for store, order in zip(stores, (range(400), reversed(range(400))), strict=True):
-        store.begin("run", {})
-        for i in order:
-            store.accept("run", [received(store, f"s{i}", i // 100, prompt=i % 100)])
-    held = [{sample.sample_id for sample in store.held_out("run")} for store in stores]
-    assert held[0] == held[1]
-    prompts = Counter(int(name[1:]) % 100 for name in held[0])
-    # All completions of a prompt; binomial(100, 1/4), 3.5 standard deviations either way.
-    assert set(prompts.values()) == {4} and 10 <= len(prompts) <= 40
-    store = stores[0]
-    assert store.counts().pending == 400 - len(held[0])
-    assert {s.policy_version for s in store.held_out("run", newest_versions=2)} == {2, 3}
-    drawn = all_drawn(store)
-    assert len(drawn) == 400 - len(held[0]) and not held[0] & set(drawn)
