@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from draft_trainer.kernels.library import using_kernels
+from draft_trainer.releases import reconcile
 from draft_trainer.server.app import TrainerServer
 from tests.draft_trainer.fleet_rig import Rig
 from tests.draft_trainer.recordings import record_tiny
@@ -56,3 +57,9 @@ def make_rig(tmp_path: Path) -> Iterator[Callable[..., Rig]]:
 def rig(make_rig: Callable[..., Rig]) -> Rig:
     """Three rollout servers, four releases, a publisher."""
     return make_rig()
+
+
+@pytest.fixture
+def no_backoff(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What could not be put right is tried again at once."""
+    monkeypatch.setattr(reconcile, "FIRST_WAIT", 0.0)

@@ -5,17 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from draft_trainer.releases.registry import Registry
-from slipstream.checkpoints import d2t_of
 from slipstream.v1 import release_pb2
-from tests.draft_trainer.synthetic import draft_vocab_ids, head
-
-
-def d2t() -> Tensor:
-    """The synthetic draft vocabulary."""
-    return d2t_of(draft_vocab_ids())
+from tests.draft_trainer.synthetic import head
 
 
 def create(registry: Registry, seed: int = 0, **changes: Any) -> release_pb2.ReleaseManifest:
@@ -36,3 +28,10 @@ def flip(path: Path, old: str, new: str) -> None:
     text = path.read_text()
     assert old in text
     path.write_text(text.replace(old, new))
+
+
+def flip_bit(path: Path) -> None:
+    """Change one bit of the last byte of a file."""
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)

@@ -17,7 +17,7 @@ from draft_trainer.releases.registry import Registry, promote_offline
 from draft_trainer.server.app import TrainerServer
 from slipstream.errors import RefusedError
 from slipstream.v1 import release_pb2
-from tests.draft_trainer.registry_rig import create, flip
+from tests.draft_trainer.registry_rig import create, flip, flip_bit
 from tests.draft_trainer.rig import make_config, running, write_draft
 from tests.draft_trainer.synthetic import head
 
@@ -103,10 +103,7 @@ def test_a_damaged_release_does_not_hide_the_others(folder: Path, capsys: Captur
         "draft 0: ok\ndraft 2: ok\n",
     )
     assert "not the text" in refused(capsys, "show", 1, "--registry", folder)
-    weights = folder / "release-000002" / "model.safetensors"
-    data = bytearray(weights.read_bytes())
-    data[-1] ^= 1
-    weights.write_bytes(data)
+    flip_bit(folder / "release-000002" / "model.safetensors")
     code, text = run(capsys, "verify", 2, "--registry", folder)
     assert code == 1 and "is not the one released" in text
 

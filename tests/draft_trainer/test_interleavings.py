@@ -19,12 +19,9 @@ from rollout_server.standby import ASLEEP, SAME
 from tests.draft_trainer.fleet_double import RolloutDouble
 from tests.draft_trainer.fleet_rig import LONG, Rig
 
+pytestmark = pytest.mark.usefixtures("no_backoff")
+
 GOOD, RUINED = [70, 50, 30], [2, 0, 0]
-
-
-@pytest.fixture(autouse=True)
-def no_backoff(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reconcile, "FIRST_WAIT", 0.0)
 
 
 def test_a_stage_that_still_waits_was_not_committed(rig: Rig) -> None:

@@ -179,14 +179,18 @@ def test_a_running_trainer_serves_both_formats(tmp_path: Path) -> None:
         client.open()
         client.announce(5)
         with Stream(client) as stream:
-            sizes = [request_of(m).ByteSize() for m in rollouts(4, 0, 5)]
-            for message in rollouts(4, 0, 5):
+            refused = rollouts(1, 77, version=5)[0].repacked(temperature=0.0)
+            messages = [*rollouts(4, 0, 5), refused]
+            sizes = [request_of(message).ByteSize() for message in messages]
+            for message in messages:
                 stream.send(message)
             samples = _openmetrics(f"{server._web.url}/metrics")
             assert of(samples, T + "streams") == {("grpc",): 1, ("shared_memory",): 0}
         assert value(samples, T + "samples_total", outcome="accepted") == 4
+        assert value(samples, T + "samples_total", outcome="refused") == 1
+        assert value(samples, T + "samples_refused_total", field="temperature") == 1
         assert value(samples, T + "received_bytes_total", transport="grpc") == sum(sizes)
-        assert value(samples, T + "acknowledgement_seconds_count") == 4
+        assert value(samples, T + "acknowledgement_seconds_count") == 5
         assert value(samples, T + "policy_announcements_total") == 1
         assert value(samples, T + "draft_staleness_versions") == 0
         assert value(samples, T + "sessions") == 1

@@ -17,11 +17,9 @@ from draft_trainer.releases.members import Members
 from slipstream.errors import RefusedError
 from tests.draft_trainer.fleet_double import RolloutDouble
 from tests.draft_trainer.fleet_rig import LONG, Rig
+from tests.draft_trainer.registry_rig import flip_bit
 
-
-@pytest.fixture(autouse=True)
-def no_backoff(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(healing, "FIRST_WAIT", 0.0)
+pytestmark = pytest.mark.usefixtures("no_backoff")
 
 
 def test_server_that_restarts_gets_the_release_of_the_fleet(rig: Rig) -> None:
@@ -78,10 +76,7 @@ def test_a_damaged_release_keeps_no_other_server_from_being_looked_after(
 ) -> None:
     rig = make_rig(3, quorum=0.6)
     rig.publisher.promote(1, pin=False)
-    weights = rig.registry.path(1) / "model.safetensors"
-    data = bytearray(weights.read_bytes())
-    data[-1] ^= 1
-    weights.write_bytes(data)
+    flip_bit(rig.registry.path(1) / "model.safetensors")
     rig.restart()
     rig.doubles[1].state.draft_version = 0
     rig.heal()

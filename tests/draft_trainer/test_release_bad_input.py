@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import grpc
 import pytest
@@ -12,7 +11,7 @@ import pytest
 from draft_trainer.releases.client import Failure
 from slipstream.errors import RefusedError
 from tests.draft_trainer.fleet_rig import Rig
-from tests.draft_trainer.registry_rig import flip
+from tests.draft_trainer.registry_rig import flip_bit
 
 
 @pytest.fixture
@@ -22,54 +21,11 @@ def rig(make_rig: Callable[..., Rig]) -> Rig:
     return rig
 
 
-def flip_a_bit(path: Path) -> None:
-    weights = path / "model.safetensors"
-    data = bytearray(weights.read_bytes())
-    data[-1] ^= 1
-    weights.write_bytes(data)
-
-
-def link_the_weights(path: Path) -> None:
-    weights = path / "model.safetensors"
-    weights.rename(path.parent / "elsewhere")
-    weights.symlink_to(path.parent / "elsewhere")
-
-
-def link_the_folder(path: Path) -> None:
-    path.rename(path.parent / "elsewhere")
-    path.symlink_to(path.parent / "elsewhere")
-
-
-DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
-    "a flipped bit": (flip_a_bit, "is not the one released"),
-    "weights cut short": (
-        lambda path: (path / "model.safetensors").write_bytes(b"short"),
-        "as in the manifest",
-    ),
-    "a linked file": (link_the_weights, "symbolic link"),
-    "a linked folder": (link_the_folder, "symbolic link"),
-    "a pickle beside": (
-        lambda path: (path / "pytorch_model.bin").write_bytes(b"\x80\x04N."),
-        "a pickle",
-    ),
-    "another config.json": (
-        lambda path: flip(path / "config.json", "1e-05", "1e-06"),
-        "not the text in the manifest",
-    ),
-    "another release's number": (
-        lambda path: flip(path / "manifest.json", '"draft_version": "2"', '"draft_version": "3"'),
-        "as the folder",
-    ),
-}
-
-
-@pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_release_is_not_promoted(rig: Rig, damage: str) -> None:
-    ruin, reason = DAMAGES[damage]
-    ruin(rig.root / "release-000002")
+def test_a_damaged_release_is_not_promoted(rig: Rig) -> None:
+    flip_bit(rig.root / "release-000002" / "model.safetensors")
     before = rig.promotions.now
     stages = [double.calls.copy() for double in rig.doubles]
-    with pytest.raises(RefusedError, match=reason) as caught:
+    with pytest.raises(RefusedError, match="is not the one released") as caught:
         rig.publisher.promote(2, pin=True)
     assert caught.value.code is grpc.StatusCode.DATA_LOSS
     assert rig.promotions.now == before and rig.served == [1, 1, 1]
@@ -77,15 +33,6 @@ def test_a_damaged_release_is_not_promoted(rig: Rig, damage: str) -> None:
         assert not [call for call in double.calls[len(then) :] if call[0] in ("Stage", "Commit")]
     assert rig.publisher.promote(3, pin=False).changes
     assert rig.served == [3, 3, 3]
-
-
-def test_an_unknown_release_is_refused(rig: Rig) -> None:
-    before = rig.promotions.now
-    for version in (7, 1 << 40):
-        with pytest.raises(RefusedError, match="draft_version") as caught:
-            rig.publisher.promote(version, pin=True)
-        assert caught.value.code is grpc.StatusCode.NOT_FOUND
-    assert rig.promotions.now == before and rig.served == [1, 1, 1]
 
 
 @pytest.mark.parametrize("under_way", ["_staged_alone", "committed_alone"])

@@ -12,7 +12,7 @@ import torch
 from draft_trainer.releases.registry import Registry, promote_offline
 from draft_trainer.training.state import FOLDER
 from slipstream.errors import RefusedError, StatusCode
-from tests.draft_trainer.registry_rig import create, flip
+from tests.draft_trainer.registry_rig import create, flip, flip_bit
 from tests.draft_trainer.rig import feeding, make_config, running, train_until_released
 from tests.draft_trainer.synthetic import head
 
@@ -21,10 +21,7 @@ def test_every_kind_of_damage_is_noticed(tmp_path: Path) -> None:
     registry = Registry(tmp_path)
     for seed in range(8):
         create(registry, seed)
-    weights = registry.path(0) / "model.safetensors"
-    data = bytearray(weights.read_bytes())
-    data[-1] ^= 1  # one bit of the last tensor
-    weights.write_bytes(data)
+    flip_bit(registry.path(0) / "model.safetensors")  # one bit of the last tensor
     flip(registry.path(1) / "config.json", "1e-05", "1e-06")
     (registry.path(2) / "model.safetensors").unlink()
     (registry.path(3) / "manifest.json").write_text("{")

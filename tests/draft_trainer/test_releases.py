@@ -3,12 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import signal
-import subprocess
-import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,7 +13,7 @@ import slipstream
 from draft_trainer.drafters.eagle3.checkpoint import Eagle3
 from draft_trainer.releases.promotions import Promotions, Trial
 from draft_trainer.releases.registry import Registry, newest_own
-from slipstream.errors import RefusedError, StatusCode
+from slipstream.errors import RefusedError
 from slipstream.v1 import release_pb2
 from tests.draft_trainer.registry_rig import create, flip, names
 from tests.draft_trainer.synthetic import head
@@ -89,60 +84,6 @@ def test_a_half_written_release_is_never_listed(
     assert create(registry, 1).draft_version == 1
     assert registry.remove_leftovers() == 3
     assert names(tmp_path) == {"release-000000", "release-000001"}
-
-
-WRITER = """
-import sys
-from pathlib import Path
-from draft_trainer.releases.registry import Registry
-from tests.draft_trainer.registry_rig import create
-registry = Registry(Path(sys.argv[1]))
-if sys.argv[2:] == ["hold"]:
-    registry.hold()
-print("ready", flush=True)
-while True:
-    create(registry)
-    if sys.argv[2:] == ["hold"]:
-        sys.stdin.readline()
-"""
-
-
-def test_one_process_writes_and_others_read(tmp_path: Path) -> None:
-    """A real second process holds the registry; its death, not its end, lets go of it."""
-    registry = Registry(tmp_path)
-    create(registry)
-    with subprocess.Popen(
-        [sys.executable, "-c", WRITER, str(tmp_path), "hold"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as other:
-        try:
-            assert other.stdout is not None and other.stdout.readline() == "ready\n"
-            writes: list[Callable[[], object]] = [
-                lambda: create(registry),
-                lambda: registry.prune(1, tuple),
-                registry.remove_leftovers,
-                registry.hold,
-            ]
-            for write in writes:
-                with pytest.raises(RefusedError, match=f"held by process {other.pid}") as caught:
-                    write()
-                assert caught.value.code is StatusCode.FAILED_PRECONDITION
-            assert registry.get(0).draft_version == 0 and registry.tensors(0)
-        finally:
-            other.send_signal(signal.SIGKILL)
-    registry.hold()
-    registry.remove_leftovers()
-    versions = registry.versions()
-    assert versions == tuple(range(len(versions)))
-    for version in versions:
-        registry.verify(version)
-    with pytest.raises(RefusedError, match=f"held by process {os.getpid()}"):
-        create(Registry(tmp_path))
-    registry.close()
-    registry.close()
-    create(Registry(tmp_path))
 
 
 def test_prune_keeps_the_newest_and_the_protected(tmp_path: Path) -> None:

@@ -51,6 +51,7 @@ def test_trains_gates_releases_and_publishes_with_the_policy(tmp_path: Path) -> 
         result = client.complete(2, "policy-2")
         assert result.draft_version == version
         assert result.servers[0].committed and result.servers[0].state.policy_version == 2
+        assert result.servers[0].commit_seconds > 0
         assert double.commits() == [(f"draft-{version}", "policy-2")]
         releases = list(client.stub.ListReleases(pb.ListReleasesRequest(), timeout=10).releases)
         assert [r.draft_version for r in releases] == list(range(version + 1))
@@ -82,16 +83,6 @@ def _assert_fetched(client: Client, version: int, double: RolloutDouble) -> None
         lambda: list(client.stub.FetchRelease(pb.FetchReleaseRequest(draft_version=99), timeout=10))
     )
     assert error.code is grpc.StatusCode.NOT_FOUND
-
-
-def test_released_tensors_never_change_while_training_goes_on(tmp_path: Path) -> None:
-    with feeding(make_config(tmp_path)) as (server, client):
-        version = train_until_released(client)
-        registry = server.publisher._registry
-        before = registry.tensors(version)
-        train(client, 1000)
-        after = registry.tensors(version)
-        assert all(torch.equal(before[name], after[name]) for name in before)
 
 
 def test_a_trainer_that_was_started_nice_trains_and_counts_its_cost(tmp_path: Path) -> None:
@@ -127,15 +118,6 @@ def test_a_candidate_is_judged_in_time_however_many_steps_are_asked_for(tmp_path
         client.wait_for(lambda s: sum(s.verdicts.values()) > 0 and not s.idle)
 
 
-def test_too_few_held_out_states_are_no_pass(tmp_path: Path) -> None:
-    with feeding(make_config(tmp_path, gate={"min_anchors": 100_000})) as (_, client):
-        status = train(client, 0)
-        status = client.wait_for(lambda s: s.HasField("last_verdict"))
-        assert "100000 in 4 are needed" in status.last_verdict.reason
-        assert (status.newest_release, status.promoted_release) == (0, 0)
-        assert status.train_steps > 0
-
-
 def test_publishing_on_promotion_needs_no_sync_window(tmp_path: Path) -> None:
     double = RolloutDouble()
     config = make_config(tmp_path, publish={"rollout_servers": [double.address], "on": "promotion"})
@@ -145,40 +127,6 @@ def test_publishing_on_promotion_needs_no_sync_window(tmp_path: Path) -> None:
             lambda s: s.publishes["committed"] and double.state.draft_version == version
         )
     double.stop()
-
-
-def test_pinned_release_is_not_replaced(tmp_path: Path) -> None:
-    with feeding(make_config(tmp_path)) as (_, client):
-        assert client.promote(0, pin=True).draft_version == 0
-        version = train_until_released(client)
-        status = client.status()
-        assert (status.newest_release, status.promoted_release) == (version, 0)
-        assert status.pinned
-        error = refusal(lambda: client.promote(99))
-        assert error.code is grpc.StatusCode.NOT_FOUND
-
-
-def test_restart_resumes_with_the_promoted_release_and_the_whole_training_state(
-    tmp_path: Path,
-) -> None:
-    config = make_config(tmp_path, training={"weight_averaging": 0.5})
-    with feeding(config) as (server, client):
-        version = train_until_released(client)
-        client.promote(0, pin=True)
-        train(client, 900)
-        newest = client.status().newest_release
-    before = server.loop.learner.state_dict()
-    with running(config, train=False) as (server, client):
-        status = client.status()
-        assert (status.newest_release, status.promoted_release, status.pinned) == (newest, 0, True)
-        assert newest >= version
-        after = server.loop.learner.state_dict()
-        assert before["counter.steps"] > 0 and before.keys() == after.keys()
-        assert all(torch.equal(before[name], after[name]) for name in before)
-        assert server.loop.position.run_id == "run"
-        # The client's session is gone with the process and it is told so.
-        error = refusal(lambda: next(Stream(client, "old").call))
-        assert error.code is grpc.StatusCode.FAILED_PRECONDITION
 
 
 def test_restart_without_a_training_state_takes_the_newest_release(tmp_path: Path) -> None:
@@ -241,19 +189,6 @@ def test_another_run_begins_with_fresh_moments_and_a_warm_up(tmp_path: Path) -> 
         train(client, 2)
         learner = server.loop.learner
         assert learner.steps_since_restart == learner.steps - first
-
-
-def test_fleet_that_is_away_never_takes_the_trainer_down(tmp_path: Path) -> None:
-    config = make_config(tmp_path, publish={"rollout_servers": ["127.0.0.1:9"]})
-    with feeding(config) as (_, client):
-        version = train_until_released(client)
-        prepared = client.prepare(2)
-        assert prepared.draft_version == version
-        assert "unreachable" in prepared.servers[0].error
-        result = client.complete(2, "policy-2")
-        assert not result.servers[0].committed and not result.servers[0].HasField("state")
-        train(client, 500)
-        assert client.status().promoted_release >= version
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")

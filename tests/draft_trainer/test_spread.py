@@ -37,6 +37,7 @@ from slipstream.v1 import release_pb2
 from slipstream.v1 import rollout_server_pb2 as pb
 from slipstream.v1 import rollout_server_pb2_grpc as pb_grpc
 from tests.draft_trainer.fleet_double import RolloutDouble
+from tests.draft_trainer.registry_rig import flip_bit
 from tests.draft_trainer.rig import DEADLINE, write_draft
 from tests.draft_trainer.synthetic import head
 from tests.security.certificates import write_token
@@ -175,9 +176,7 @@ def test_altered_bytes_are_refused_and_their_source_is_dropped(make: Callable[..
     holders = rig.hold(bad, good)
     for weights in bad.control.staged.values():
         for tensor in weights.source.tensors:
-            data = bytearray(Path(tensor.path).read_bytes())
-            data[-1] ^= 1
-            Path(tensor.path).write_bytes(data)
+            flip_bit(Path(tensor.path))
     staged = rig.spread(holders).to([plane.address for plane in rest])
     assert all(isinstance(answer, pb.StageResult) for answer in staged.values())
     assert rig.counters.sources_dropped.labels("altered")._value.get() == 1

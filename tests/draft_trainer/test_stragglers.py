@@ -10,15 +10,11 @@ import pytest
 from pydantic import ValidationError
 
 from draft_trainer.config import CanaryConfig, PublishConfig
-from draft_trainer.releases import reconcile
 from tests.draft_trainer.fleet_double import Faults, RolloutDouble
 from tests.draft_trainer.fleet_rig import LONG, Rig
 from tests.waiting import until
 
-
-@pytest.fixture(autouse=True)
-def no_backoff(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reconcile, "FIRST_WAIT", 0.0)
+pytestmark = pytest.mark.usefixtures("no_backoff")
 
 
 @pytest.fixture
@@ -69,14 +65,6 @@ def test_fewer_than_enough_undo_it_everywhere(quorum: Rig, phase: str) -> None:
     assert quorum.served == [0] * 4 and ready(quorum) == {0}
     assert quorum.promotions.now.live == 0 and quorum.promotions.now.intent is None
     assert not any(told(double, 1) for double in quorum.doubles)
-
-
-def test_without_a_quorum_one_server_keeps_a_release_back(make_rig: Callable[..., Rig]) -> None:
-    rig = make_rig(4)
-    rig.doubles[1].faults.commit = {"draft-1"}
-    assert not rig.publisher.promote(1, pin=False).changes
-    assert rig.served == [0] * 4
-    assert not any(told(double, 1) for double in rig.doubles)
 
 
 @pytest.mark.parametrize("phase", ["Stage", "Commit"])
@@ -213,7 +201,7 @@ def test_a_trial_on_some_servers_has_its_own_quorum(make_rig: Callable[..., Rig]
     assert not any(told(double, 1) for double in rig.doubles)
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(3))
 def test_ready_servers_serve_one_release_whatever_happens(
     make_rig: Callable[..., Rig], seed: int
 ) -> None:
