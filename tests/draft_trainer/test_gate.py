@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -216,12 +216,8 @@ def test_rows_past_a_sliding_window_are_left_out(
 
     def judged(heads: list[Eagle3Head], k: int, samples: list[Sample]) -> release_pb2.GateFigures:
         incumbent, candidate = heads
-        run: Any = SimpleNamespace(heads=policy.heads(), held_out=lambda _: samples, run_id="run")
-        unused: Any = None
-        made = gate.Gate(
-            make_config(tmp_path), unused, unused, Counters(), lambda: (k, "probabilistic")
-        )
-        made._promoted = lambda: (0, incumbent)  # type: ignore[method-assign]
+        made, run = gate_of(tmp_path, policy, incumbent, samples)
+        made.drafting = lambda: (k, "probabilistic")
         figures = made.judge(lambda: [candidate], run, None)[0].gate
         assert made.measure(run) == pytest.approx(figures.incumbent_acceptance_length)
         return figures
@@ -254,10 +250,8 @@ def test_held_out_samples_that_cannot_be_read_now_end_nothing(
 ) -> None:
     """As a repair of the index on a full disk refuses them."""
     policy, incumbent, candidate = trained
-    held, unused = completions(policy, 20, seed=1), cast(Any, None)
-    config = make_config(tmp_path)
-    made = gate.Gate(config, unused, unused, Counters(), lambda: (3, "probabilistic"))
-    made._promoted = lambda: (0, incumbent)  # type: ignore[method-assign]
+    held = completions(policy, 20, seed=1)
+    made, _ = gate_of(tmp_path, policy, incumbent, held)
 
     def run_of(field: str | None) -> Any:
         def held_out(_: int) -> list[Sample]:

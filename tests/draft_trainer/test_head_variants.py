@@ -194,17 +194,6 @@ def test_modules_equal_vllms(served: dict[str, dict[str, Tensor]], folder: Path,
 
 
 @pytest.mark.parametrize("name", _UNROLLED)
-def test_unroll_equals_vllms_first_step(served: dict[str, dict[str, Tensor]], name: str) -> None:
-    """The training path's own arithmetic, on every variant."""
-    head, inputs = _head(name), _inputs()
-    with torch.no_grad():
-        output, *_ = head.unroll(_batch(head, inputs), 1)
-        logits = head.logits(output)[0, : TOKENS - 2]
-    ids = head.draft_vocab_ids
-    _close(logits, served[name]["logits0"][:, slice(None) if ids is None else ids])
-
-
-@pytest.mark.parametrize("name", _UNROLLED)
 def test_later_steps_equal_serving_one_chain(name: str) -> None:
     """Prefill up to an anchor, then the head's own states, one token at a time; and gradients."""
     head, inputs, anchor, steps = _head(name), _inputs(), 6, 4

@@ -276,20 +276,6 @@ def test_a_follower_keeps_the_policies_of_the_step_before(monkeypatch: pytest.Mo
     assert [each.versions for each in given] == [(1,), (1,), (2,), (1,)]
 
 
-def test_followers_are_kept_waiting_while_rank_0_works_alone() -> None:
-    wire = _Wire()
-    wire.timeout_s = 0.03
-    told = threading.Semaphore(0)
-    wire.told = told.release
-    with Followers(wire).kept_waiting():
-        for _ in range(5):
-            assert told.acquire(timeout=_DEADLINE)
-    assert len(wire.messages) >= 5
-    alone = Followers(Ranks())
-    with alone.kept_waiting():
-        pass
-
-
 def test_the_last_state_is_written_while_the_others_are_kept_waiting() -> None:
     wire = _Wire()
     wire.timeout_s = 0.03

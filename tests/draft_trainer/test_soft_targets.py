@@ -92,22 +92,3 @@ def test_bfloat16_stays_within_its_rounding(target: Target) -> None:
         error = mine.grad.double() - theirs.grad
         assert error.abs().max() < 0.02 * theirs.grad.abs().max()
         assert float((error * theirs.grad).sum() / theirs.grad.square().sum()) < 5e-3
-
-
-def test_a_perfect_head_loses_exactly_the_entropy() -> None:
-    """q = p: cross-entropy = entropy, acceptance 1, nothing outside, no gradient."""
-    hidden, lm_head, teacher, _, _ = _case()
-    log_z = (hidden[0] @ lm_head.T / teacher.temperature[:, None]).logsumexp(-1)
-    same = TeacherRows(
-        hidden[0], PolicyHead(0, lm_head, lm_head), torch.float32, log_z, teacher.temperature
-    )
-    state = hidden[:1].clone().requires_grad_()
-    everything = torch.ones(1, ROWS, dtype=torch.bool)
-    loss, sums = soft_target_loss(state, lm_head, same, everything, everything / ROWS, "kl")
-    log_p = (hidden[0] @ lm_head.T / teacher.temperature[:, None]).log_softmax(-1)
-    assert float(loss.detach()) == pytest.approx(
-        float(-(log_p.exp() * log_p).sum(-1).mean()), rel=1e-5
-    )
-    assert (sums[0, 1:] / ROWS - torch.tensor([1.0, 1.0, 0.0])).abs().max() < 1e-5
-    loss.backward()
-    assert state.grad is not None and state.grad.abs().max() < 1e-6

@@ -7,9 +7,7 @@ import torch
 from torch import Tensor
 
 from draft_trainer.drafters.attention import ttt_attention
-from draft_trainer.drafters.batch import Batch, collate
-from draft_trainer.drafters.eagle3.head import Eagle3Head
-from tests.draft_trainer.dense_head import enter, leave, rotate
+from draft_trainer.drafters.batch import collate
 from tests.draft_trainer.synthetic import Policy, head
 
 
@@ -55,55 +53,6 @@ def test_attention_in_bfloat16_stays_near() -> None:
     low = _ours(*[t.bfloat16() for t in inputs])
     assert low.dtype == torch.bfloat16
     assert (low.float() - _dense(*inputs)).abs().max() < 0.05
-
-
-def _naive_outputs(model: Eagle3Head, batch: Batch, row: int, anchor: int, steps: int) -> list:
-    """Serving's view of one chain: prefill up to the anchor, then one token at a time."""
-    layer, group = model.midlayer, 2
-    outputs, keys, values = [], [], []
-
-    def attend(token: int, position: int, hidden: Tensor) -> Tensor:
-        x, residual = enter(
-            layer, batch.embeds[row, token], hidden, model.config.norm_before_residual
-        )
-        angles = position * model.rotary.inverse_frequencies.float()
-        q, k, v = (
-            proj(x).view(-1, 8)
-            for proj in (layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj)
-        )
-        cos, sin = angles.cos(), angles.sin()
-        keys.append(rotate(k, cos, sin).repeat_interleave(group, 0))
-        values.append(v.repeat_interleave(group, 0))
-        scores = torch.stack([(rotate(q, cos, sin) * key).sum(-1) for key in keys]) * 8**-0.5
-        mixed = (scores.softmax(0)[..., None] * torch.stack(values)).sum(0)
-        return leave(layer, mixed.flatten(), residual)
-
-    for i in range(anchor + 1):
-        output = attend(i + 1, int(batch.positions[row, i]), model.fc(batch.aux[row, i]))
-    outputs.append(output)
-    for step in range(1, steps):
-        position = int(batch.positions[row, anchor]) + step
-        output = attend(anchor + 1 + step, position, model.feedback(output))
-        outputs.append(output)
-    return outputs
-
-
-@pytest.mark.parametrize("variant", [{}, {"norm_before_residual": True}, {"norm_output": True}])
-def test_unroll_equals_serving_one_chain_at_a_time(variant: dict[str, bool]) -> None:
-    """Every anchor and step of two padded rows, one of them starting at position 7."""
-    policy, model, steps = Policy(), head(3, **variant), 4
-    samples = policy.samples(3)
-    samples[1] = samples[1].repacked(positions=samples[1].positions + 7)
-    batch = collate(samples, policy.heads())
-    with torch.no_grad():
-        unrolled = torch.stack(list(model.unroll(batch, steps)))
-        compared = 0
-        for row in (0, 1):
-            for anchor in range(int(batch.teacher_known[row].sum()) + 1 - steps):
-                expected = torch.stack(_naive_outputs(model, batch, row, anchor, steps))
-                assert (unrolled[:, row, anchor] - expected).abs().max() < 1e-4
-                compared += 1
-    assert compared == 12 + 13
 
 
 @pytest.mark.parametrize("first", [1, 3])
