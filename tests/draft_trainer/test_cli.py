@@ -143,7 +143,7 @@ with Stream(client) as stream:
         assert process.end(signal.SIGINT)[0] == 0
 
 
-def test_status_and_releases(tmp_path: Path, capsys: Capture) -> None:
+def test_status_and_a_pin(tmp_path: Path, capsys: Capture) -> None:
     with running(make_config(tmp_path), train=False) as (server, _):
         at = ("--address", server.address)
         status = json.loads(run(capsys, "status", "--json", *at)[1])
@@ -151,16 +151,9 @@ def test_status_and_releases(tmp_path: Path, capsys: Capture) -> None:
         assert "loss" not in status
         text = run(capsys, "status", *at)[1]
         assert "promoted release 0 " in text and "loss \N{EN DASH}" in text
-        (release,) = json.loads(run(capsys, "releases", "list", "--json", *at)[1])
-        assert release["draft_version"] == "0" and release["config_json"]
-        table = run(capsys, "releases", "list", *at)[1].splitlines()
-        assert table[1].split()[:7] == ["0", "initial", *"---", "not", "gated"]
         promoted = run(capsys, "releases", "promote", "0", "--pin", *at)
         assert promoted == (0, "the fleet serves draft 0\n")
-        line = refused(capsys, "releases", "promote", "9", *at)
-        assert "draft_version: found 9, expected one of" in line
-        line = refused(capsys, "releases", "rollback", *at)
-        assert "no release before 0 that is good" in line
+        assert json.loads(run(capsys, "status", "--json", *at)[1])["pinned"] is True
 
 
 def test_promote_that_failed_somewhere_ends_with_1(tmp_path: Path, capsys: Capture) -> None:
@@ -204,16 +197,11 @@ def test_unusable_files(tmp_path: Path, capsys: Capture) -> None:
 
     line = refused(capsys, "serve", "--config", str(tmp_path / "absent.toml"))
     assert "--config" in line and "No such file" in line
-    line = serve(training={"learning_rat": 1.0})
-    assert "training.learning_rat: found an unknown key" in line
-    assert "rename it to learning_rate" in line
     line = serve(draft={"initial": str(tmp_path / "nothing")})
     assert str(tmp_path / "nothing" / "model.safetensors") in line
     (tmp_path / "file").write_text("")
     line = serve(draft={"registry": str(tmp_path / "file" / "registry")})
     assert "draft.registry" in line and "Not a directory" in line
-    line = serve(training={"ttt_steps": 2})
-    assert "training.ttt_steps: found 2, expected at least publish.num_speculative_tokens" in line
 
 
 def test_check_prints_the_whole_configuration_and_what_is_wrong(

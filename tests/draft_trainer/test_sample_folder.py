@@ -13,7 +13,6 @@ from draft_trainer.ingest.folder import MARKER, SampleFolder
 from draft_trainer.ingest.policies import POLICIES
 from draft_trainer.ingest.store import SampleStore
 from slipstream.errors import RefusedError, StatusCode
-from tests.draft_trainer.rig import make_config, rollouts, running
 from tests.draft_trainer.samples import is_intact, open_store, put
 
 CAPACITY = 1 << 20
@@ -237,25 +236,3 @@ def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
         opened(tmp_path, tmp_path / "file" / "x")
     assert caught.value.field == "replay.directory"
     assert "Not a directory" in caught.value.found
-
-
-def test_the_service_goes_on_with_its_samples_after_a_stop(tmp_path: Path) -> None:
-    config = make_config(tmp_path, replay={"directory": None})
-    samples = config.draft.registry / "samples"
-    with running(config, train=False):
-        assert samples.exists()
-    assert not samples.exists()
-    with running(config, train=False) as (_, client):
-        client.open()
-        client.announce(4)
-        client.send(*rollouts(12, version=4))
-        before = client.status()
-    with running(config, train=False) as (server, client):
-        assert server._store.folder == samples
-        after = client.status()
-        assert after.samples_pending == before.samples_pending > 0
-        assert after.policy_version == 4
-        assert client.open().latest_policy_version == 4
-        # Its matrices are held: their hashes are enough.
-        client.announce(5, send=[])
-        assert {ack.status for ack in client.send(*rollouts(12, version=4))} == {2}

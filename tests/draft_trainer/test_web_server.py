@@ -12,7 +12,6 @@ from starlette.responses import PlainTextResponse
 
 from draft_trainer.server import web as server
 from draft_trainer.server.web import WebServer
-from slipstream.errors import RefusedError
 from slipstream.security import open_to_all
 
 DEADLINE = 60.0
@@ -61,9 +60,3 @@ def test_whoever_is_beyond_the_places_is_turned_away_and_the_others_are_served(
             ask(web)
         first.sendall(b"TP/1.0\r\n\r\n")
         assert first.recv(5) == b"HTTP/"
-
-
-def test_a_port_that_is_taken_is_refused_by_name(web: WebServer) -> None:
-    port = int(web.url.rpartition(":")[2])
-    with pytest.raises(RefusedError, match=f"server.metrics_port: found 127.0.0.1:{port}"):
-        WebServer(answer, open_to_all(), "127.0.0.1", port)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import random
 from pathlib import Path
 
 import numpy as np
@@ -16,37 +15,11 @@ from slipstream import tensors as framing
 from slipstream.checksum import all_finite, checksum_of
 from slipstream.errors import RefusedError, StatusCode
 from slipstream.sample import Sample, layout_of
-from slipstream.shm import HEADER_BYTES, FreeList, MemoryLostError, SharedFile, remove_stale
+from slipstream.shm import HEADER_BYTES, MemoryLostError, SharedFile, remove_stale
 from slipstream.tensors import frame, frames, quantize, unframe
 from slipstream.v1 import draft_trainer_pb2 as pb
 
 from .rig import samples, through_float8
-
-
-def test_free_parts_never_overlap_and_are_merged_whatever_the_order() -> None:
-    generator = random.Random(0)
-    free = FreeList()
-    free.give(4096, 64 * 50)
-    held: dict[int, int] = {}
-    taken = 0
-    for _ in range(20_000):
-        if held and generator.random() < 0.5:
-            start = generator.choice(list(held))
-            free.give(start, held.pop(start))
-        else:
-            size = generator.randrange(1, 64 * 12)
-            found = free.take(size)
-            if found is None:
-                continue
-            taken += 1
-            assert found >= 4096 and found + size <= 4096 + 64 * 50
-            for other, length in held.items():
-                assert found + size <= other or other + length <= found
-            held[found] = size
-    assert taken > 3000
-    for start, size in held.items():
-        free.give(start, size)
-    assert free.take(64 * 50) == 4096
 
 
 def test_both_sides_of_a_file_see_the_same_bytes(tmp_path: Path) -> None:
@@ -74,12 +47,6 @@ def test_a_file_that_was_cut_short_is_an_error_on_both_sides(tmp_path: Path) -> 
     assert (cut.value.field, cut.value.code) == ("shared_memory", StatusCode.DATA_LOSS)
     with pytest.raises(MemoryLostError, match="found a file of 4146 bytes, expected 65536"):
         bridge.write(HEADER_BYTES, block)
-
-
-@pytest.mark.parametrize("name", ["../etc/passwd", "slipstream-samples-", "x", ""])
-def test_a_file_is_opened_only_by_a_name_that_can_be_one(tmp_path: Path, name: str) -> None:
-    with pytest.raises(RefusedError, match="shared_memory"):
-        SharedFile.open(tmp_path, name, 1 << 16, bytes(16))
 
 
 def test_another_size_nonce_format_or_kind_is_not_the_clients_file(tmp_path: Path) -> None:
@@ -116,8 +83,14 @@ def test_too_little_memory_for_a_file_is_a_refusal_and_leaves_nothing(tmp_path: 
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("tokens", [3, 16, 37, 700])
+@pytest.mark.parametrize(
+    ("dtype", "tokens"),
+    [
+        *((torch.bfloat16, tokens) for tokens in (3, 16, 37, 700)),
+        (torch.float16, 37),
+        (torch.float32, 37),
+    ],
+)
 def test_a_block_has_every_tensor_where_it_belongs(dtype: torch.dtype, tokens: int) -> None:
     generator = torch.Generator().manual_seed(tokens)
     given = {

@@ -59,15 +59,6 @@ def test_every_tensor_arrives_with_its_bits(
     assert client.status().samples_accepted == 100
 
 
-def test_the_file_has_no_name_while_it_is_used(trainer: Trainer, memory: Path) -> None:
-    server, _ = trainer
-    with sending(server.address, shared_memory=str(memory)) as sender:
-        sender.send(*samples(1))
-        sender.flush()
-        assert sender.stats().transport == "shared_memory"
-        assert list(memory.iterdir()) == []
-
-
 @pytest.mark.parametrize("why", ["elsewhere", "nonce", "off", "not_there"])
 def test_without_the_same_memory_states_go_by_grpc(
     tmp_path: Path, memory: Path, monkeypatch: pytest.MonkeyPatch, why: str
@@ -287,17 +278,6 @@ def test_float8_states_arrive_as_bfloat16(trainer: Trainer, memory: Path, transp
             final_hidden=through_float8(sample.final_hidden, hidden),
         )
         assert_same(found[sample.sample_id], decoded)
-
-
-def test_duplicates_within_a_batch_and_over_streams_are_recognised(
-    trainer: Trainer, memory: Path
-) -> None:
-    server, client = trainer
-    sent = samples(10, seed=7)
-    for _ in range(2):
-        deliver(server.address, sent, shared_memory=str(memory))
-    status = client.status()
-    assert (status.samples_accepted, status.samples_duplicate) == (10, 10)
 
 
 def test_a_trainer_that_ends_every_stream_is_reported_by_name(

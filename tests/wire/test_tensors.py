@@ -21,7 +21,7 @@ from slipstream.tensors import (
 from slipstream.v1 import tensor_pb2
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.bool]
-SHAPES = [(), (0,), (1,), (3, 4), (2, 0, 5), (2, 3, 4)]
+SHAPES = [(), (0,), (1,), (3, 4), (2, 0, 5)]
 
 
 def make(dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
@@ -37,8 +37,13 @@ def received(tensor: torch.Tensor) -> torch.Tensor:
     return receiver.finish()["t"]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(
+    ("dtype", "shape"),
+    [
+        *((dtype, (2, 3, 4)) for dtype in DTYPES),
+        *((torch.bfloat16, shape) for shape in SHAPES),
+    ],
+)
 def test_round_trip(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     tensor = make(dtype, shape)
     back = received(tensor)
