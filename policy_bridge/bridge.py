@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from policy_bridge.capture import Capture, NullCapture
-from policy_bridge.config import FLOAT8, BridgeConfig
+from policy_bridge.config import BridgeConfig
 from policy_bridge.connection import Connection
 from policy_bridge.copier import Copier
 from policy_bridge.fleet import RolloutFleet
@@ -430,8 +430,7 @@ class PolicyBridge(AbstractContextManager["PolicyBridge"]):
         session, version = self._guard.session, self._guard.version
         if modules is None or session is None or version is None:
             return None
-        name = "float8_e4m3fn" if config.states_dtype == FLOAT8 else config.states_dtype
-        states_dtype = getattr(torch, name) if name else None
+        states_dtype = getattr(torch, config.states_dtype) if config.states_dtype else None
         budget, spent = config.bytes_per_step, self._spent
         if self._connection is not None and (tokens := self._connection.wanted_tokens):
             dtype = states_dtype or modules.head_weight.dtype

@@ -11,7 +11,6 @@ from slipstream.errors import RefusedError
 from slipstream.security import NONE, ClientCredentials
 
 DTYPES = ("bfloat16", "float16", "float32")
-FLOAT8 = "float8_e4m3"
 TRANSPORTS = ("auto", "shared_memory", "grpc")
 
 
@@ -63,7 +62,6 @@ class BridgeConfig:
         outbox_bytes: bound on states that wait in host memory, unacknowledged ones included.
             256 MiB; 2 GiB where there is a CUDA device.
         states_dtype: cast hidden states to this before they are sent; empty keeps the policy's.
-            "float8_e4m3" adds a scale for each row; the trainer decodes to bfloat16.
         transport: "shared_memory" or "grpc" for the states, or "auto": shared memory where both
             processes see the same. Where there is none, states go by gRPC with any of the three,
             and ``stats().transport_reason`` says why.
@@ -167,7 +165,7 @@ class BridgeConfig:
                 step = "copy it from the model's configuration"
                 raise RefusedError(name, repr(value), f"a number >= {bound:g}, or None", step)
         for name, choices in (
-            ("states_dtype", ("", *DTYPES, FLOAT8)),
+            ("states_dtype", ("", *DTYPES)),
             ("policy_dtype", ("", *DTYPES)),
             ("transport", TRANSPORTS),
         ):

@@ -25,7 +25,6 @@ from policy_bridge.session import Announcer, PolicySnapshot, Session, decode_ses
 from policy_bridge.stats import Counters
 from policy_bridge.stream import StateStream
 from slipstream.errors import RefusedError, clean, refused_from
-from slipstream.layers import encode_layers
 from slipstream.shm import MemoryLostError, SharedFile, remove_stale
 from slipstream.tensors import PIECE_BYTES, SCHEMA_VERSION
 from slipstream.v1 import draft_trainer_pb2 as pb
@@ -227,8 +226,7 @@ class Connection:
     def _send_next(self, stream: StateStream, session: Session) -> list[str]:
         """Give up what does not fit, register a version, or send a batch; the ids of that."""
         entry = self._outbox.peek(0.0)
-        layers = encode_layers(session.aux_layers)
-        if entry is not None and entry.header.aux_layers != layers:
+        if entry is not None and tuple(entry.header.aux_layers) != session.aux_layers:
             # Of a window that was open, or was copied from, while the draft changed.
             self._outbox.give_up(entry, "draft_changed")
             return []

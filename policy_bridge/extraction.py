@@ -26,8 +26,7 @@ from policy_bridge.model import Matrix, PolicyModules
 from policy_bridge.selection import Candidate, Span, scores_of, spans_of, windows
 from slipstream.errors import RefusedError
 from slipstream.logits import LogitForm
-from slipstream.sample import FLOAT8, STATE_DTYPES, Layout, Sample, prompt_hash
-from slipstream.tensors import quantize
+from slipstream.sample import STATE_DTYPES, Layout, Sample, prompt_hash
 from slipstream.v1 import draft_trainer_pb2 as pb
 
 Floats = NDArray[np.float32]
@@ -195,7 +194,7 @@ def check_tokens(record: Record, vocab_size: int) -> None:
 def state_dtype(wanted: torch.dtype | None, state: torch.Tensor) -> torch.dtype:
     """The dtype in which states are sent. Raises RefusedError for one that is not sent."""
     dtype = wanted or state.dtype
-    if dtype not in (*STATE_DTYPES, FLOAT8):
+    if dtype not in STATE_DTYPES:
         expected = f"one of {STATE_DTYPES}"
         raise RefusedError("hidden_states.dtype", dtype, expected, "set states_dtype")
     return dtype
@@ -249,21 +248,8 @@ def fill(sample: Sample, chosen: Chosen) -> None:
     sample.loss_mask.numpy()[:] = _mask_of(record, candidate)
     sample.sampled_logprobs.numpy()[:], sample.sampled_logits.numpy()[:] = chosen.sampled
     sample.clear_padding()
-    aux = [layer[row, columns] for layer in record.states.aux]
-    final = record.states.final[row, columns]
-    if sample.layout.dtype != FLOAT8:
-        gather_into(sample.aux, aux)
-        gather_into(sample.final_hidden, [final])
-        return
-    for into, scales, parts in (
-        (sample.aux, sample.scales[:-1], aux),
-        (sample.final_hidden, sample.scales[-1:], [final]),
-    ):
-        if not parts:
-            continue
-        values, found = quantize(torch.cat(parts, -1), sample.layout.hidden_size)
-        into.copy_(values, non_blocking=True)
-        scales.copy_(found, non_blocking=True)
+    gather_into(sample.aux, [layer[row, columns] for layer in record.states.aux])
+    gather_into(sample.final_hidden, [record.states.final[row, columns]])
 
 
 def gather_into(host: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:

@@ -14,7 +14,6 @@ import torch
 from numpy.typing import NDArray
 
 from slipstream.errors import RefusedError
-from slipstream.sample import FLOAT8
 
 CONTEXT_TOKENS = 64
 """Tokens that a later window repeats from the one before, so that its first targets have a past."""
@@ -95,10 +94,9 @@ def choose(candidates: Iterable[Candidate], budget_bytes: int) -> list[Candidate
 
 def bytes_per_token(layers: int, hidden_size: int, dtype: torch.dtype) -> int:
     """Bytes of one token on the wire: states of ``layers`` auxiliary layers and the final one,
-    for float8 their scales, five 4-byte numbers (id, position, segment, log-prob, logit) and a
-    mask byte; a block's few bytes of padding are not counted."""
-    scales = 4 * (layers + 1) if dtype == FLOAT8 else 0
-    return (layers + 1) * hidden_size * dtype.itemsize + scales + 5 * 4 + 1
+    five 4-byte numbers (id, position, segment, log-prob, logit) and a mask byte; a block's few
+    bytes of padding are not counted."""
+    return (layers + 1) * hidden_size * dtype.itemsize + 5 * 4 + 1
 
 
 def windows(

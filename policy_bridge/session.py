@@ -80,7 +80,7 @@ def decode_session(response: pb.OpenRunResponse, policy: PolicyModules) -> Sessi
     # Hugging Face's hidden_states[n] is not it either: that one is normed.
     if layers and layers[-1] >= len(policy.layers):
         expected = f"each below the policy's {len(policy.layers)} decoder layers"
-        raise RefusedError("aux_layers.ids", list(layers), expected, other_draft)
+        raise RefusedError("aux_layers", list(layers), expected, other_draft)
     ids = list(response.draft_vocab_ids)
     if not ids:
         raise RefusedError("draft_vocab_ids", "none", "at least one id", other_draft)

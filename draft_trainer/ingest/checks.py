@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 from slipstream.checksum import all_finite
 from slipstream.errors import RefusedError
 from slipstream.layers import decode_layers
-from slipstream.sample import FLOAT8, STATE_DTYPES, Layout, Sample, layout_of
+from slipstream.sample import STATE_DTYPES, Layout, Sample, layout_of
 from slipstream.sampling import check_sampling
-from slipstream.tensors import LARGEST, dtype_to_wire
+from slipstream.tensors import dtype_to_wire
 from slipstream.v1 import draft_trainer_pb2 as pb
 from slipstream.v1 import tensor_pb2
 
@@ -28,9 +28,8 @@ PROMPT_BYTES = 16
 LOGPROB_TOLERANCE = 1e-3
 """log p may exceed 0 by rounding of a float32 log-sum-exp, not by more."""
 
-_LARGEST_SCALE = torch.finfo(torch.bfloat16).max / LARGEST
 _OVERFLOW = "look for an overflow in the policy's forward pass"
-_DTYPES = {dtype_to_wire(dtype): dtype for dtype in (*STATE_DTYPES, FLOAT8)}
+_DTYPES = {dtype_to_wire(dtype): dtype for dtype in STATE_DTYPES}
 
 Integers = NDArray[np.int32]
 Mask = NDArray[np.bool_]
@@ -62,7 +61,7 @@ def check_sample_id(sample_id: str) -> None:
 
 
 def check_header(header: pb.VerifierStates, expected: Expected) -> Layout:
-    """The layout of the sample's block, as it arrives.
+    """The layout of the sample's block.
 
     Raises:
         RefusedError: the first thing that is wrong; ``field`` begins with the header's field name.
@@ -110,15 +109,8 @@ def check_header(header: pb.VerifierStates, expected: Expected) -> Layout:
     return layout_of(packed.tokens, len(layers), hidden, _DTYPES[packed.states_dtype])
 
 
-def kept_layout(arriving: Layout) -> Layout:
-    """How the trainer keeps a block of this layout: float8 states are decoded to bfloat16."""
-    if arriving.dtype != FLOAT8:
-        return arriving
-    return layout_of(arriving.tokens, arriving.aux_layers, arriving.hidden_size, torch.bfloat16)
-
-
 def check_contents(sample: Sample, expected: Expected) -> None:
-    """Check what is in a block whose states are not float8.
+    """Check what is in a block.
 
     Raises:
         RefusedError: the first thing that is wrong, by its name.
@@ -160,13 +152,6 @@ def _check_finite(name: str, values: torch.Tensor) -> None:
     if bad:
         found = f"{bad} of {values.numel()} values are not finite"
         raise RefusedError(name, found, "finite values", _OVERFLOW)
-
-
-def check_scales(scales: torch.Tensor) -> None:
-    if not bool(((scales > 0) & (scales <= _LARGEST_SCALE)).all()):
-        raise RefusedError(
-            "packed.scales", scales.aminmax(), f"in (0, {_LARGEST_SCALE:.4g}]", _OVERFLOW
-        )
 
 
 def _in_range(values: Integers, field: str, bound: int, meaning: str) -> None:

@@ -24,7 +24,7 @@ from slipstream.errors import RefusedError, StatusCode
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 2
+FORMAT = 3
 MARKER = "slipstream-samples.json"
 
 _DEFAULT = "samples"

@@ -16,7 +16,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from draft_trainer.counters import Counters
@@ -25,17 +24,14 @@ from draft_trainer.ingest.checks import (
     check_contents,
     check_header,
     check_sample_id,
-    check_scales,
-    kept_layout,
 )
 from draft_trainer.ingest.run import Run
 from draft_trainer.ingest.store import SampleStore
-from draft_trainer.ingest.teacher import Arrived, TeacherCheck
+from draft_trainer.ingest.teacher import TeacherCheck
 from slipstream.checksum import Bytes, checksum_of
 from slipstream.errors import RefusedError
-from slipstream.sample import Layout, Sample, decode_float8
+from slipstream.sample import Layout, Sample
 from slipstream.shm import HEADER_BYTES, SharedFile
-from slipstream.tensors import dtype_to_wire
 from slipstream.v1 import draft_trainer_pb2 as pb
 
 _LEAST_CREDIT = 1 << 16
@@ -161,7 +157,7 @@ class Ingest:
             samples: headers, each with what its span may point into.
         """
         acks = [pb.Ack(sample_id=header.sample_id[: 1 << 10]) for header, _ in samples]
-        read: list[tuple[pb.Ack, Arrived]] = []
+        read: list[tuple[pb.Ack, Sample]] = []
         for (header, memories), ack in zip(samples, acks, strict=True):
             try:
                 check_sample_id(header.sample_id)
@@ -170,10 +166,9 @@ class Ingest:
                     self._duplicate(ack)
                     continue
                 run.check_policy_version(header.policy_version)
-                layout = check_header(header, self.expected)
-                sample = self._read(header, memories, layout)
+                sample = self._read(header, memories, check_header(header, self.expected))
                 self._longest = max(self._longest, sample.tokens)
-                read.append((ack, Arrived(sample, layout.dtype)))
+                read.append((ack, sample))
             except RefusedError as error:
                 self._refuse(ack, error)
         if taken := self._taught(run, read):
@@ -181,14 +176,13 @@ class Ingest:
         return acks
 
     def _taught(
-        self, run: Run, read: Sequence[tuple[pb.Ack, Arrived]]
+        self, run: Run, read: Sequence[tuple[pb.Ack, Sample]]
     ) -> list[tuple[pb.Ack, Sample]]:
         """Those whose teacher is a distribution; the others are refused."""
         alike = defaultdict(list)
-        for ack, arrived in read:
-            sample = arrived.sample
+        for ack, sample in read:
             alike[sample.policy_version, sample.layout.dtype, sample.logits_dtype].append(
-                (ack, arrived)
+                (ack, sample)
             )
         taken = []
         for (version, *_), group in alike.items():
@@ -200,32 +194,29 @@ class Ingest:
                 continue
             label = "draft" if self._teacher.whole_lm_head(head) is None else "whole"
             masses = self.counters.teacher_mass.labels(label)
-            checked = self._teacher.check([arrived for _, arrived in group], head)
-            for (ack, arrived), found in zip(group, checked, strict=True):
+            checked = self._teacher.check([sample for _, sample in group], head)
+            for (ack, sample), found in zip(group, checked, strict=True):
                 # One that is not finite would make the sum useless until the next start.
                 if not math.isnan(found.mass):
                     masses.observe(min(found.mass, _LARGEST_MASS))
                 if found.refusal is not None:
                     self._refuse(ack, found.refusal)
                 else:
-                    taken.append((ack, arrived.sample))
+                    taken.append((ack, sample))
         return taken
 
-    def _read(self, header: pb.VerifierStates, memories: Memories, arriving: Layout) -> Sample:
+    def _read(self, header: pb.VerifierStates, memories: Memories, layout: Layout) -> Sample:
         """The sample in the store's memory, checked. Raises RefusedError: what is wrong with it."""
-        layout, packed = kept_layout(arriving), header.packed
+        packed = header.packed
         kept = pb.VerifierStates()
         kept.CopyFrom(header)
         kept.DiscardUnknownFields()
         kept.packed.ClearField("span")
-        kept.packed.states_dtype = dtype_to_wire(layout.dtype)
         sample = Sample(kept, torch.from_numpy(self._store.reserve(layout.nbytes)))
         block = sample.block.numpy()
-        if arriving != layout:
-            block = np.empty(arriving.nbytes, np.uint8)
-        if packed.span.bytes != arriving.nbytes:
-            sizes = f"{arriving.tokens} tokens of {arriving.aux_layers + 1} states"
-            wanted = f"{arriving.nbytes} for {sizes} of {arriving.hidden_size}"
+        if packed.span.bytes != layout.nbytes:
+            sizes = f"{layout.tokens} tokens of {layout.aux_layers + 1} states"
+            wanted = f"{layout.nbytes} for {sizes} of {layout.hidden_size}"
             advice = "lay the block out as docs/wire.md says"
             raise RefusedError("packed.span.bytes", packed.span.bytes, wanted, advice)
         memories.read(packed.span, block)
@@ -233,11 +224,6 @@ class Ingest:
         if checksum != packed.checksum:
             found, advice = f"{packed.checksum:#x}", "send it again"
             raise RefusedError("packed.checksum", found, f"{checksum:#x}", advice)
-        if arriving != layout:
-            arrived = Sample(header, torch.from_numpy(block))
-            check_scales(arrived.scales)
-            decode_float8(arrived, sample)
-            kept.packed.checksum = checksum_of(sample.block.numpy())
         check_contents(sample, self.expected)
         return sample
 

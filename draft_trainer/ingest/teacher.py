@@ -22,7 +22,7 @@ from torch import Tensor
 
 from draft_trainer.drafters.policy import PolicyHead, policy_logits
 from slipstream.errors import RefusedError
-from slipstream.sample import FLOAT8, Sample
+from slipstream.sample import Sample
 
 ROWS = 4
 """Rows that are checked of a sample. More than half of them must be off for it to be refused: one
@@ -32,26 +32,8 @@ TOLERANCE = 0.02
 """Of the logarithm of a mass, and of a logit, beside rounding: ``_ROUNDING`` times the largest |y|
 (over T)."""
 
-_ROUNDING = {torch.float32: 1e-4, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8, FLOAT8: 2.0**-5}
+_ROUNDING = {torch.float32: 1e-4, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
 _SLICE = 1 << 13  # rows of lm_head at once
-
-
-@dataclass(frozen=True)
-class Arrived:
-    """A sample whose teacher is to be checked.
-
-    Attributes:
-        sample: its states are not float8 any more.
-        states_dtype: as they came.
-    """
-
-    sample: Sample
-    states_dtype: torch.dtype
-
-    @property
-    def rounding(self) -> float:
-        """Relative, of the coarsest type that its logits depend on."""
-        return max(_ROUNDING[self.states_dtype], _ROUNDING[self.sample.logits_dtype])
 
 
 @dataclass(frozen=True)
@@ -74,35 +56,35 @@ class TeacherCheck:
         self._whole: weakref.WeakKeyDictionary[PolicyHead, Tensor | None]
         self._whole = weakref.WeakKeyDictionary()
 
-    def check(self, arrived: Sequence[Arrived], head: PolicyHead) -> list[Mass]:
+    def check(self, samples: Sequence[Sample], head: PolicyHead) -> list[Mass]:
         """The teachers of samples of one policy version.
 
         Args:
-            arrived: with states and logits in the same types, so that one product does.
+            samples: with states and logits in the same types, so that one product does.
             head: their version.
         """
         rows = self.whole_lm_head(head)
         whole = None if rows is None else replace(head, lm_head_rows=rows)
         ids = self._ids if whole is None else torch.arange(len(head.embed_tokens))
-        picked = [_rows(each.sample, ids) for each in arrived]
+        picked = [_rows(each, ids) for each in samples]
         hidden = torch.cat(
-            [e.sample.final_hidden[at - 1] for e, at in zip(arrived, picked, strict=True)]
+            [each.final_hidden[at - 1] for each, at in zip(samples, picked, strict=True)]
         )
         sizes = [len(at) for at in picked]
         temperature = torch.tensor(
-            [e.sample.temperature for e, n in zip(arrived, sizes, strict=True) for _ in range(n)]
+            [each.temperature for each, n in zip(samples, sizes, strict=True) for _ in range(n)]
         )
-        tokens = _gathered(arrived, picked, "token_ids").long()
-        sent = _gathered(arrived, picked, "sampled_logits")
-        log_z = sent / temperature - _gathered(arrived, picked, "sampled_logprobs")
+        tokens = _gathered(samples, picked, "token_ids").long()
+        sent = _gathered(samples, picked, "sampled_logits")
+        log_z = sent / temperature - _gathered(samples, picked, "sampled_logprobs")
         log_mass, found, largest = _summed(
-            hidden, whole or head, ids, tokens, arrived[0].sample.logits_dtype, temperature
+            hidden, whole or head, ids, tokens, samples[0].logits_dtype, temperature
         )
         log_mass -= log_z
         parts = zip(*(x.split(sizes) for x in (log_mass, found, sent, largest)), strict=True)
         return [
             _judged(each, *part, partial=whole is None)
-            for each, part in zip(arrived, parts, strict=True)
+            for each, part in zip(samples, parts, strict=True)
         ]
 
     def whole_lm_head(self, head: PolicyHead) -> Tensor | None:
@@ -133,8 +115,8 @@ def _columns(ids: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
     return column, ids[column] == tokens
 
 
-def _gathered(arrived: Sequence[Arrived], picked: Sequence[Tensor], name: str) -> Tensor:
-    return torch.cat([getattr(e.sample, name)[at] for e, at in zip(arrived, picked, strict=True)])
+def _gathered(samples: Sequence[Sample], picked: Sequence[Tensor], name: str) -> Tensor:
+    return torch.cat([getattr(each, name)[at] for each, at in zip(samples, picked, strict=True)])
 
 
 def _summed(
@@ -164,7 +146,7 @@ def _summed(
 
 
 def _judged(
-    arrived: Arrived,
+    sample: Sample,
     log_mass: Tensor,
     found: Tensor,
     sent: Tensor,
@@ -172,8 +154,9 @@ def _judged(
     *,
     partial: bool,
 ) -> Mass:
-    sample = arrived.sample
-    rounding = arrived.rounding * float(largest.median())
+    # Relative, of the coarsest type that its logits depend on.
+    coarsest = max(_ROUNDING[sample.layout.dtype], _ROUNDING[sample.logits_dtype])
+    rounding = coarsest * float(largest.median())
     error = (found - sent).abs().nanmedian()
     off = log_mass.clamp(min=0.0) if partial else log_mass.abs()
     mass = float(log_mass.median().exp())

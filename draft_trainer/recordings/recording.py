@@ -25,15 +25,15 @@ from torch import Tensor
 from draft_trainer.checkpoints.policy import PolicyCheckpoint
 from draft_trainer.drafters import DraftShape
 from draft_trainer.drafters.policy import PolicyHead, PolicyHeads
-from draft_trainer.ingest.teacher import Arrived, TeacherCheck
+from draft_trainer.ingest.teacher import TeacherCheck
 from slipstream.errors import RefusedError
 from slipstream.logits import LogitForm
-from slipstream.sample import FLOAT8, Sample
+from slipstream.sample import Sample
 from slipstream.tensors import digest
 from slipstream.v1 import draft_trainer_pb2 as pb
 
 INDEX_FILE = "index.json"
-FORMAT: Final = "slipstream.recording/2"
+FORMAT: Final = "slipstream.recording/3"
 _RECORD = "record states with [recording] of draft-trainer serve, or offline"
 SAME_POLICY = 0.5
 """Mean cosine of lm_head rows; versions of one policy are above 0.9, two policies near 0."""
@@ -110,7 +110,7 @@ class ShardEntry(_Strict):
 class RecordingIndex(_Strict):
     """The whole of index.json."""
 
-    format: Literal["slipstream.recording/2"] = FORMAT
+    format: Literal["slipstream.recording/3"] = FORMAT
     facts: RecordingFacts
     policies: dict[_Count, PolicyEntry] = {}
     shards: tuple[ShardEntry, ...] = ()
@@ -308,8 +308,7 @@ class Recording:
         for sample in map(self._recorded, range(len(self))):
             if (version := sample.policy_version) in unchecked:
                 unchecked.remove(version)
-                # They may have come as float8.
-                (found,) = check.check([Arrived(sample, FLOAT8)], heads.get(version))
+                (found,) = check.check([sample], heads.get(version))
                 if found.refusal is not None:
                     raise found.refusal
         return heads

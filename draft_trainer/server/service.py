@@ -30,7 +30,6 @@ from draft_trainer.server.status import Status
 from draft_trainer.server.stream import StateStream
 from slipstream.errors import RefusedError, StatusCode, clean
 from slipstream.guard import CHUNK_MESSAGE_BYTES, Limit
-from slipstream.layers import encode_layers
 from slipstream.serving import Workers, blocking
 from slipstream.tensors import SCHEMA_VERSION, Framed, check_schema, chunks_of, unframe
 from slipstream.v1 import console_pb2, draft_trainer_pb2, tensor_pb2
@@ -135,7 +134,7 @@ class DraftTrainerService(pb_grpc.DraftTrainerServicer):
         self.status.run_opened(session)
         return pb.OpenRunResponse(
             session_id=session.session_id,
-            aux_layers=encode_layers(self.draft.aux_layer_ids),
+            aux_layers=self.draft.aux_layer_ids,
             draft_vocab_ids=self.draft_vocab_ids.tolist(),
             max_tokens_per_sample=self.ingest.expected.max_tokens,
             latest_policy_version=session.run.latest_policy_version,

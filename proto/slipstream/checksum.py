@@ -18,8 +18,6 @@ _INFINITY: dict[torch.dtype, tuple[type, int, type, int]] = {
     torch.bfloat16: (np.int16, 0x7F80, np.uint16, 0xFF80),
     torch.float16: (np.int16, 0x7C00, np.uint16, 0xFC00),
     torch.float32: (np.int32, 0x7F80_0000, np.uint32, 0xFF80_0000),
-    # No infinities; the only NaNs are all ones.
-    torch.float8_e4m3fn: (np.int8, 0x7F, np.uint8, 0xFF),
 }
 
 
@@ -33,7 +31,7 @@ def all_finite(data: Bytes, dtype: torch.dtype) -> bool:
 
     Args:
         data: uint8 [n * itemsize], contiguous.
-        dtype: bfloat16, float16, float32 or float8_e4m3fn.
+        dtype: bfloat16, float16 or float32.
     """
     if not len(data):
         return True

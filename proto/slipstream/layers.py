@@ -1,7 +1,7 @@
 """Auxiliary layer numbers and their convention.
 
-Inside Slipstream a layer number L always means "after L decoder layers"
-(0 = embeddings), which is vLLM's reading and the index into Hugging Face's
+Inside Slipstream and on its wire a layer number L always means "after L decoder
+layers" (0 = embeddings), which is vLLM's reading and the index into Hugging Face's
 ``hidden_states``. Other conventions exist only at the edge.
 """
 
@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 from slipstream.errors import RefusedError
-from slipstream.v1 import tensor_pb2
 
 AUX_LAYERS = "eagle_aux_hidden_state_layer_ids"
 """In a draft's config.json, at top level: its auxiliary layers."""
@@ -97,34 +96,12 @@ def ambiguous_layers(where: str, nested: object) -> RefusedError:
     )
 
 
-def encode_layers(ids: Sequence[int]) -> tensor_pb2.AuxLayers:
-    """Layer numbers ("after L layers") as a message."""
-    return tensor_pb2.AuxLayers(
-        ids=list(ids), convention=tensor_pb2.LAYER_ID_CONVENTION_AFTER_LAYERS
-    )
+def decode_layers(ids: Sequence[int], field: str) -> tuple[int, ...]:
+    """Layer numbers of a message; empty for a draft that takes the final state alone.
 
-
-def decode_layers(message: tensor_pb2.AuxLayers, field: str) -> tuple[int, ...]:
-    """Layer numbers of a message, as "after L layers".
-
-    Empty for a draft that takes the final state alone.
-
-    Raises RefusedError: no convention, a negative layer, or not strictly ascending.
+    Raises RefusedError: a negative layer, or not strictly ascending.
     """
-    shifts = {
-        tensor_pb2.LAYER_ID_CONVENTION_AFTER_LAYERS: 0,
-        tensor_pb2.LAYER_ID_CONVENTION_LAYER_OUTPUT: 1,
-    }
-    if message.convention not in shifts:
-        raise RefusedError(
-            f"{field}.convention",
-            message.convention,
-            "LAYER_ID_CONVENTION_AFTER_LAYERS or LAYER_ID_CONVENTION_LAYER_OUTPUT",
-            "say which layers the ids mean",
-        )
-    ids = tuple(int(layer) + shifts[message.convention] for layer in message.ids)
-    if any(layer < 0 for layer in ids) or any(a >= b for a, b in pairwise(ids)):
-        raise RefusedError(
-            f"{field}.ids", list(message.ids), "none below 0, strictly ascending", "fix the list"
-        )
-    return ids
+    found = tuple(ids)
+    if any(layer < 0 for layer in found) or any(a >= b for a, b in pairwise(found)):
+        raise RefusedError(field, [*found], "none below 0, strictly ascending", "fix the list")
+    return found

@@ -1,10 +1,9 @@
 """The layout of a sample's tensors in one block, the same on every transport and in the trainer.
 
-In this order, little-endian, T tokens, A auxiliary layers, H hidden size, S = A + 1 scales for
-float8 and otherwise none:
+In this order, little-endian, T tokens, A auxiliary layers, H hidden size:
 
     int32   [3, T]        token ids, positions, segment ids
-    float32 [2 + S, T]    sampled log-probs, sampled logits, scales
+    float32 [2, T]        sampled log-probs, sampled logits
     uint8   [T]           loss mask, 0 or 1
     states  [T, A * H]    from the next multiple of 64 on
     states  [T, H]        from the next multiple of 64 on
@@ -27,14 +26,12 @@ from typing import Any
 import torch
 
 from slipstream.errors import RefusedError
-from slipstream.layers import decode_layers, encode_layers
-from slipstream.tensors import dequantize_into, dtype_from_wire, dtype_to_wire, quantize
+from slipstream.tensors import dtype_from_wire, dtype_to_wire
 from slipstream.v1 import draft_trainer_pb2 as pb
 
 ALIGNMENT = 64
-FLOAT8 = torch.float8_e4m3fn
 STATE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-"""Of hidden states; float8 is a form of the wire and is decoded to bfloat16 by the trainer."""
+"""Of hidden states."""
 
 TENSORS = (
     *("token_ids", "positions", "segment_ids", "loss_mask"),
@@ -60,14 +57,9 @@ class Layout:
     dtype: torch.dtype
 
     @cached_property
-    def scales(self) -> int:
-        """S: scales a token."""
-        return self.aux_layers + 1 if self.dtype == FLOAT8 else 0
-
-    @cached_property
     def mask_at(self) -> int:
         """First byte of the loss mask."""
-        return 4 * self.tokens * (5 + self.scales)
+        return 4 * self.tokens * 5
 
     @cached_property
     def aux_at(self) -> int:
@@ -108,7 +100,7 @@ def header_of(
         sample_id=sample_id,
         policy_version=policy_version,
         temperature=temperature,
-        aux_layers=encode_layers(aux_layers),
+        aux_layers=aux_layers,
         packed=pb.PackedStates(
             tokens=layout.tokens,
             hidden_size=layout.hidden_size,
@@ -121,7 +113,7 @@ def layout_in(header: pb.VerifierStates) -> Layout:
     """The layout that a checked header describes."""
     packed = header.packed
     dtype = dtype_from_wire(packed.states_dtype, "packed.states_dtype")
-    return layout_of(packed.tokens, len(header.aux_layers.ids), packed.hidden_size, dtype)
+    return layout_of(packed.tokens, len(header.aux_layers), packed.hidden_size, dtype)
 
 
 @dataclass(frozen=True, eq=False)
@@ -181,14 +173,11 @@ class Sample:
             "loss_mask": loss_mask,
             "sampled_logprobs": sampled_logprobs,
             "sampled_logits": sampled_logits,
+            "aux": aux,
+            "final_hidden": final_hidden,
         }
         if segment_ids is not None:
             given["segment_ids"] = segment_ids
-        if layout.dtype == FLOAT8:
-            given["aux"], sample.scales[:-1] = quantize(aux, hidden_size)
-            given["final_hidden"], sample.scales[-1:] = quantize(final_hidden, hidden_size)
-        else:
-            given |= {"aux": aux, "final_hidden": final_hidden}
         for name, tensor in given.items():
             target = getattr(sample, name)
             if tensor.shape != target.shape:
@@ -204,7 +193,7 @@ class Sample:
             "sample_id": self.sample_id,
             "policy_version": self.policy_version,
             "temperature": self.temperature,
-            "aux_layers": decode_layers(self.header.aux_layers, "aux_layers"),
+            "aux_layers": tuple(self.header.aux_layers),
         }
         arguments |= {name: getattr(self, name) for name in TENSORS}
         made = Sample.pack(**(arguments | changes))
@@ -293,11 +282,6 @@ class Sample:
         """float32 [T]: logit of x_t given x_<t, before temperature."""
         return self._floats[1]
 
-    @property
-    def scales(self) -> torch.Tensor:
-        """float32 [S, T]: scales of float8 states; S is 0 for every other dtype."""
-        return self._floats[2:]
-
     @cached_property
     def aux(self) -> torch.Tensor:
         """[T, A * H]: auxiliary hidden states, concatenated in the run's layer order."""
@@ -339,20 +323,11 @@ class Sample:
     @cached_property
     def _floats(self) -> torch.Tensor:
         span = self.block[12 * self.tokens : self.layout.mask_at]
-        return span.view(torch.float32).view(-1, self.tokens)
+        return span.view(torch.float32).view(2, self.tokens)
 
     def _states(self, at: int, width: int) -> torch.Tensor:
         nbytes = self.tokens * width * self.layout.dtype.itemsize
         return self.block[at : at + nbytes].view(self.layout.dtype).view(self.tokens, width)
-
-
-def decode_float8(arrived: Sample, kept: Sample) -> None:
-    """Write a float8 sample into the block of another of the same shape in bfloat16."""
-    scales = arrived.scales
-    kept.block[: 20 * kept.tokens].copy_(arrived.block[: 20 * kept.tokens])
-    kept.loss_mask.view(torch.uint8).copy_(arrived.loss_mask.view(torch.uint8))
-    dequantize_into(kept.aux, arrived.aux, scales[:-1])
-    dequantize_into(kept.final_hidden, arrived.final_hidden, scales[-1:])
 
 
 def prompt_hash(token_ids: torch.Tensor) -> bytes:

@@ -1,10 +1,7 @@
-"""Tensors on the wire: in chunks, states in eight bits.
+"""Tensors on the wire: in chunks.
 
 Every decode checks shape, size and checksum and raises ``RefusedError`` naming the field, so that
 no damaged message becomes a tensor.
-
-A float8 e4m3 row is one token's state after one layer, with a scale of its own: the layers'
-magnitudes differ by far, so auxiliary states, several layers side by side, have one for each.
 
 ``frame`` puts a request's payload behind what protobuf serialized: its Python runtime copies a
 bytes field on the way into a message and out of it, and holds the interpreter's lock meanwhile.
@@ -36,7 +33,6 @@ _DTYPES: dict[torch.dtype, tensor_pb2.DType] = {
     torch.int64: tensor_pb2.DTYPE_INT64,
     torch.int32: tensor_pb2.DTYPE_INT32,
     torch.bool: tensor_pb2.DTYPE_BOOL,
-    torch.float8_e4m3fn: tensor_pb2.DTYPE_FLOAT8_E4M3,
 }
 _TORCH_DTYPES: dict[int, torch.dtype] = {value: key for key, value in _DTYPES.items()}
 
@@ -180,8 +176,8 @@ def _check_shape(shape: tuple[int, ...], field: str) -> None:
         raise RefusedError(f"{field}.shape", list(shape), "sizes >= 0", "send the real shape")
 
 
-SCHEMA_VERSION = 6
-"""6: the draft vocabulary as ids, one answer of a sync window, the kinds of events as names."""
+SCHEMA_VERSION = 7
+"""7: auxiliary layers as plain numbers, no states in float8."""
 
 
 def check_schema(found: int, whose: str, upgrade: str) -> None:
@@ -195,63 +191,6 @@ def check_schema(found: int, whose: str, upgrade: str) -> None:
             upgrade,
             StatusCode.FAILED_PRECONDITION,
         )
-
-
-LARGEST = 448.0
-"""The largest float8_e4m3fn."""
-
-_BLOCK_ROWS = 1024
-
-
-def quantize(states: torch.Tensor, hidden_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """States as float8 and the scales that restore them, on the states' device.
-
-    The error of a value is at most 2^-4 of it, or 2^-10 of its row's largest / 448 where it is
-    below 2^-6 of that; a row that holds NaN or infinity gets a scale that is not finite.
-
-    Args:
-        states: floating point [T, L * H].
-        hidden_size: H.
-
-    Returns:
-        float8_e4m3fn [T, L * H], and float32 [L, T]: largest magnitude of the row / 448, and 1
-        for a row of zeros.
-    """
-    tokens, width = states.shape
-    layers = width // hidden_size
-    values = torch.empty((tokens, width), dtype=torch.float8_e4m3fn, device=states.device)
-    scales = torch.empty((layers, tokens), dtype=torch.float32, device=states.device)
-    # In blocks: all rows at once in float32 are four times the result.
-    for first in range(0, tokens, _BLOCK_ROWS):
-        rows = states[first : first + _BLOCK_ROWS].float().unflatten(1, (layers, hidden_size))
-        scale = rows.abs().amax(dim=2) / LARGEST
-        scale = torch.where(scale == 0, 1.0, scale)
-        scaled = (rows / scale[:, :, None]).flatten(1)
-        values[first : first + _BLOCK_ROWS] = scaled.to(torch.float8_e4m3fn)
-        scales[:, first : first + _BLOCK_ROWS] = scale.T
-    return values, scales
-
-
-def dequantize_into(
-    destination: torch.Tensor, values: torch.Tensor, scales: torch.Tensor
-) -> torch.Tensor:
-    """Restore states into ``destination`` and return it.
-
-    Args:
-        destination: [T, L * H], bfloat16 or wider.
-        values: float8_e4m3fn [T, L * H].
-        scales: float32 [L, T].
-    """
-    layers, tokens = scales.shape
-    for first in range(0, tokens, _BLOCK_ROWS):
-        rows = (
-            values[first : first + _BLOCK_ROWS]
-            .float()
-            .unflatten(1, (layers, values.shape[1] // max(layers, 1)))
-        )
-        rows *= scales[:, first : first + _BLOCK_ROWS].T[:, :, None]
-        destination[first : first + _BLOCK_ROWS] = rows.flatten(1)
-    return destination
 
 
 def release_digest(tensors: Iterable[tuple[str, str]]) -> bytes:

@@ -270,7 +270,7 @@ def test_a_trainer_that_is_fed_releases_a_draft_that_accepts_more(tmp_path: Path
     tensors = {"lm_head.weight": policy.lm_head, "embed_tokens.weight": policy.embed}
     with running(make_config(tmp_path, draft={"kind": "dflash"})) as (_, client):
         opened = client.open()
-        assert [*opened.aux_layers.ids] == [2, 4, 5]
+        assert [*opened.aux_layers] == [2, 4, 5]
         client.announce(1, policy, tensors)
         version = train_until_released(client)
         releases = client.stub.ListReleases(pb.ListReleasesRequest(), timeout=10).releases

@@ -11,7 +11,6 @@ import torch
 from draft_trainer.server.app import TrainerServer
 from slipstream.sample import TENSORS, Sample
 from slipstream.v1 import draft_trainer_pb2 as pb
-from slipstream.v1 import tensor_pb2
 from tests.draft_trainer.rig import Client, rollouts
 from tests.draft_trainer.synthetic import HIDDEN, VOCAB
 
@@ -58,10 +57,9 @@ def biased(bias: dict[int, float]) -> Mutation:
     return mutate
 
 
-def layers(ids: list[int], convention: int) -> Mutation:
+def layers(*ids: int) -> Mutation:
     def mutate(sample: Sample) -> Sample:
-        message = tensor_pb2.AuxLayers(ids=ids, convention=convention)  # type: ignore[arg-type]
-        sample.header.aux_layers.CopyFrom(message)
+        sample.header.aux_layers[:] = ids
         return sample
 
     return mutate
@@ -91,8 +89,6 @@ def without_block(sample: Sample) -> Sample:
     return sample
 
 
-AFTER = tensor_pb2.LAYER_ID_CONVENTION_AFTER_LAYERS
-OUTPUT = tensor_pb2.LAYER_ID_CONVENTION_LAYER_OUTPUT
 ZERO = torch.zeros(T)
 STEPS = torch.arange(T, dtype=torch.int32)
 NONE = torch.zeros(T, dtype=torch.bool)
@@ -112,10 +108,8 @@ BAD: list[tuple[str, Mutation, str, str]] = [
     ("sampling.frequency_penalty", field("sampling.frequency_penalty", float("nan")), "nan", "2]"),
     ("sampling.logit_bias", biased({VOCAB: 1.0}), "1 of them", f"below {VOCAB}"),
     ("sampling.logit_bias", biased({1: float("inf")}), "1 of them", "finite"),
-    ("aux_layers.convention", layers([2, 4, 5], 0), "0", "AFTER_LAYERS"),
-    ("aux_layers", layers([1, 4, 5], AFTER), "[1, 4, 5]", "[2, 4, 5]"),
-    ("aux_layers", layers([2, 4, 5], OUTPUT), "[3, 5, 6]", "[2, 4, 5]"),
-    ("aux_layers.ids", layers([4, 2, 5], AFTER), "[4, 2, 5]", "ascending"),
+    ("aux_layers", layers(1, 4, 5), "[1, 4, 5]", "[2, 4, 5]"),
+    ("aux_layers", layers(4, 2, 5), "[4, 2, 5]", "ascending"),
     ("packed.tokens", without_block, "0 tokens", "3 to 32"),
     ("packed.tokens", tokens(2), "2 tokens", "3 to 32"),
     ("packed.tokens", tokens(33), "33 tokens", "3 to 32"),

@@ -138,7 +138,7 @@ def drop_policy(folder: Path) -> None:
 
 def set_format(folder: Path) -> None:
     text = (folder / "index.json").read_text()
-    (folder / "index.json").write_text(text.replace("recording/2", "recording/1"))
+    (folder / "index.json").write_text(text.replace("recording/3", "recording/2"))
 
 
 SHARD = "states-000000.safetensors"

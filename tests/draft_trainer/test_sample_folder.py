@@ -136,8 +136,8 @@ def test_another_format_is_refused(tmp_path: Path) -> None:
     here = tmp_path / "here"
     opened(tmp_path, here).close(keep=True)
     facts = json.loads((here / MARKER).read_text())
-    (here / MARKER).write_text(json.dumps(facts | {"format": 3}))
-    assert "format 3" in refused(tmp_path, here).found
+    (here / MARKER).write_text(json.dumps(facts | {"format": 2}))
+    assert "format 2" in refused(tmp_path, here).found
 
 
 def test_a_symbolic_link_is_refused(tmp_path: Path) -> None:

@@ -58,7 +58,7 @@ def test_open_run_answers_what_to_capture(tmp_path: Path) -> None:
     config = make_config(tmp_path, publish={"rollout_servers": ["127.0.0.1:9"]})
     with running(config, train=False) as (_, client):
         answer = client.open()
-        assert list(answer.aux_layers.ids) == list(LAYERS)
+        assert list(answer.aux_layers) == list(LAYERS)
         assert list(answer.draft_vocab_ids) == draft_vocab_ids().tolist()
         assert answer.max_tokens_per_sample == 2048
         assert not answer.HasField("latest_policy_version")

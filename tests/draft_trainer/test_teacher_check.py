@@ -15,10 +15,10 @@ from transformers import AutoModelForCausalLM
 from draft_trainer.drafters.batch import collate
 from draft_trainer.drafters.loss import step_weights, ttt_objective, valid_targets
 from draft_trainer.drafters.policy import PolicyHead, PolicyHeads
-from draft_trainer.ingest.teacher import ROWS, Arrived, TeacherCheck
+from draft_trainer.ingest.teacher import ROWS, TeacherCheck
 from draft_trainer.kernels.library import Mode, using_kernels
 from slipstream.logits import LogitForm
-from slipstream.sample import FLOAT8, Sample, decode_float8, layout_of
+from slipstream.sample import Sample
 from slipstream.tensors import dtype_to_wire
 from slipstream.v1 import draft_trainer_pb2 as pb
 from tests.draft_trainer.rig import SPEC, feeding, make_config, rollouts
@@ -98,7 +98,7 @@ def test_what_was_announced_has_mass_one(dtype: torch.dtype, form: LogitForm, sc
         made(rows, announced, form, dtype=dtype, temperature=temperature)
         for temperature in (1.0, 0.6)
     ]
-    found = TeacherCheck(EVERY).check([Arrived(s, dtype) for s in samples], own)
+    found = TeacherCheck(EVERY).check(samples, own)
     assert [each.refusal for each in found] == [None, None]
     assert all(abs(each.mass - 1) < 2e-3 for each in found)
     heads = PolicyHeads(1)
@@ -176,9 +176,9 @@ def test_what_was_not_announced_is_refused(what: str, vocabulary: str) -> None:
         own = replace(own, lm_head_rows=rows[ids], embed_tokens=embeddings)
     check = TeacherCheck(ids)
     assert (check.whole_lm_head(own) is None) == (vocabulary == "draft")
-    (good,) = check.check([Arrived(made(rows), torch.float32)], own)
+    (good,) = check.check([made(rows)], own)
     assert good.refusal is None
-    (found,) = check.check([Arrived(make(), torch.float32)], own)
+    (found,) = check.check([make()], own)
     assert found.refusal is not None and found.refusal.field == field
     assert cause in found.refusal.next_step or cause.replace("\\", "") in found.refusal.next_step
 
@@ -187,40 +187,26 @@ def test_a_small_bias_is_found_by_the_mass_of_a_float32_policy() -> None:
     rows, _ = weights()
     bias = torch.where(torch.arange(VOCAB) % 2 == 0, 0.015, -0.3)
     sample = made(rows, bias)
-    (found,) = TeacherCheck(EVERY).check([Arrived(sample, torch.float32)], head(rows))
+    (found,) = TeacherCheck(EVERY).check([sample], head(rows))
     assert found.refusal is not None
 
 
-def test_one_rounded_logit_refuses_nothing_and_float8_has_its_own_tolerance() -> None:
+def test_one_rounded_logit_refuses_nothing() -> None:
     rows, _ = weights(2.0)
     sample = made(rows)
     logits = sample.sampled_logits.clone()
     logits[4] += 1.0
-    (found,) = TeacherCheck(EVERY).check(
-        [Arrived(sample.repacked(sampled_logits=logits), torch.float32)], head(rows)
-    )
+    (found,) = TeacherCheck(EVERY).check([sample.repacked(sampled_logits=logits)], head(rows))
     assert found.refusal is None
-    packed = sample.repacked(dtype=FLOAT8)
-    layout = layout_of(TOKENS, 3, HIDDEN, torch.bfloat16)
-    header = pb.VerifierStates()
-    header.CopyFrom(sample.header)
-    header.packed.states_dtype = dtype_to_wire(torch.bfloat16)
-    kept = Sample(header, torch.zeros(layout.nbytes, dtype=torch.uint8))
-    decode_float8(packed, kept)
-    found, strict = (
-        TeacherCheck(EVERY).check([Arrived(kept, dtype)], head(rows))[0]
-        for dtype in (FLOAT8, torch.float32)
-    )
-    assert found.refusal is None and strict.refusal is not None
 
 
 def test_samples_are_judged_one_by_one() -> None:
     rows, bias = weights()
     samples = [made(rows), made(rows, bias), made(rows)]
-    found = TeacherCheck(EVERY).check([Arrived(s, torch.float32) for s in samples], head(rows))
+    found = TeacherCheck(EVERY).check(samples, head(rows))
     assert [each.refusal is None for each in found] == [True, False, True]
     short = made(rows).repacked(loss_mask=torch.arange(TOKENS) == 9)
-    (one,) = TeacherCheck(EVERY).check([Arrived(short, torch.float32)], head(rows))
+    (one,) = TeacherCheck(EVERY).check([short], head(rows))
     assert one.refusal is None and ROWS > 1
 
 
@@ -252,8 +238,7 @@ def test_the_trained_policy_passes_and_another_temperature_does_not(policy_dir: 
 
     check = TeacherCheck(torch.arange(len(own.lm_head_rows)))
     pairs = [(1.0, 1.0), (0.7, 0.7), (1.0, 0.7), (0.7, 1.0)]
-    arrived = [Arrived(sample(*pair), torch.bfloat16) for pair in pairs]
-    found = check.check(arrived, own)
+    found = check.check([sample(*pair) for pair in pairs], own)
     assert [each.refusal is None for each in found] == [True, True, False, False]
 
 

@@ -17,7 +17,6 @@ import torch
 from examples.arithmetic_grpo.processes import free_port
 from slipstream.checksum import checksum_of
 from slipstream.errors import RefusedError, abort_with
-from slipstream.layers import encode_layers
 from slipstream.sample import Sample
 from slipstream.serving import SERVER_OPTIONS
 from slipstream.tensors import SCHEMA_VERSION, ChunkAssembler, digest
@@ -111,7 +110,7 @@ class FakeTrainer(pb_grpc.DraftTrainerServicer):
         self.specs.append(request.policy)
         return pb.OpenRunResponse(
             session_id=f"s{self.sessions}",
-            aux_layers=encode_layers(self.layers),
+            aux_layers=self.layers,
             draft_vocab_ids=self.vocab_ids.tolist(),
             max_tokens_per_sample=self.max_tokens,
             latest_policy_version=max(self.tensors) if self.tensors else None,

@@ -13,7 +13,7 @@ from draft_trainer.config import TrainingConfig
 from draft_trainer.drafters.eagle3.config import HeadConfig
 from draft_trainer.drafters.eagle3.head import Eagle3Head
 from draft_trainer.drafters.policy import PolicyHead, PolicyHeads, policy_logits
-from draft_trainer.ingest.teacher import Arrived, TeacherCheck
+from draft_trainer.ingest.teacher import TeacherCheck
 from draft_trainer.training.learner import Learner
 from slipstream.errors import RefusedError
 from slipstream.logits import LogitForm
@@ -192,7 +192,7 @@ def outcome(family: str, dtype: torch.dtype = torch.float32) -> Outcome:
             form=form,
         )
         check = TeacherCheck(torch.arange(VOCAB))
-        for mass in check.check([Arrived(s, dtype) for s in windows.samples], policy):
+        for mass in check.check(windows.samples, policy):
             if mass.refusal is not None:
                 raise mass.refusal
     except RefusedError as error:

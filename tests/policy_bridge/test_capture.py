@@ -48,7 +48,7 @@ def test_states_equal_the_models_own(
         assert trainer.tensor(sample, "segment_ids").unique().numel() == 1
         expected = data["loss_mask"][row][kept]
         assert torch.equal(trainer.tensor(sample, "loss_mask"), expected)
-        assert (sample.policy_version, list(sample.header.aux_layers.ids)) == (1, list(LAYERS))
+        assert (sample.policy_version, list(sample.header.aux_layers)) == (1, list(LAYERS))
 
 
 def test_layer_zero_is_the_embeddings(trainer: FakeTrainer, connect: Connect) -> None:

@@ -12,7 +12,6 @@ from transformers import Qwen3ForCausalLM
 from policy_bridge import PolicyBridge
 from policy_bridge.capture import NullCapture
 from slipstream.errors import RefusedError, StatusCode
-from slipstream.layers import encode_layers
 from tests.waiting import until
 
 from .conftest import Connect, batch, make_model, ship, sync
@@ -124,7 +123,7 @@ def test_another_draft_after_a_restart_sheds_what_no_longer_fits(
         sync(bridge, 2)
         ship(bridge, model, data)
         assert bridge.flush(DEADLINE)
-    assert {tuple(s.header.aux_layers.ids) for s in other.samples.values()} == {(1, 3, 6)}
+    assert {tuple(s.header.aux_layers) for s in other.samples.values()} == {(1, 3, 6)}
 
 
 def test_an_absent_trainer_leaves_null_windows_until_it_comes(
@@ -254,7 +253,7 @@ def test_what_fits_goes_out_behind_what_does_not(trainer: FakeTrainer, connect: 
     held = bridge._outbox._held
     with bridge._outbox._changed:
         for name in list(held)[1::2]:
-            held[name].header.aux_layers.CopyFrom(encode_layers((1, 3, 6)))
+            held[name].header.aux_layers[:] = (1, 3, 6)
     trainer.hang.clear()
     trainer.release.set()
     assert bridge.flush(DEADLINE)

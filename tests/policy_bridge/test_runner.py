@@ -15,7 +15,7 @@ from policy_bridge.extraction import gather_into
 from policy_bridge.selection import bytes_per_token
 from policy_bridge.session import Session
 from slipstream.errors import RefusedError
-from slipstream.sample import FLOAT8, TENSORS, layout_of
+from slipstream.sample import layout_of
 
 from .conftest import Connect, batch, make_model, ship
 from .doubles import DEADLINE, FakeTrainer
@@ -310,28 +310,6 @@ def test_two_refusals_of_one_window_cost_it_and_not_the_loop(
     assert bridge.flush(DEADLINE)
     stats = bridge.stats()
     assert (stats.captures_refused, stats.accepted, stats.capture_off_reason) == (1, 1, "")
-
-
-def test_float8_states_are_quantized_as_they_are_captured(
-    trainer: FakeTrainer, connect: Connect
-) -> None:
-    model, data = make_model(torch.bfloat16), batch((9, 12))
-    whole = connect(model=model, version=1)
-    ship(whole, model, data)
-    assert whole.flush(DEADLINE)
-    plain = {bytes(s.token_ids.numpy()): s for s in trainer.samples.values()}
-    trainer.samples.clear()
-    bridge = connect(model=model, states_dtype="float8_e4m3", version=2)
-    ship(bridge, model, data)
-    assert bridge.flush(DEADLINE)
-    assert len(trainer.samples) == 2
-    for sample in trainer.samples.values():
-        own = plain[bytes(sample.token_ids.numpy())]
-        expected = own.repacked(dtype=FLOAT8)
-        assert sample.layout == expected.layout
-        for name in (*TENSORS, "scales"):
-            found, wanted = getattr(sample, name), getattr(expected, name)
-            assert torch.equal(found.view(torch.uint8), wanted.view(torch.uint8)), name
 
 
 def test_a_device_without_memory_costs_the_window_and_not_the_run(

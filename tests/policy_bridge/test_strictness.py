@@ -176,7 +176,7 @@ def test_a_resumed_run_below_what_the_trainer_knows_is_told_so(
 @pytest.mark.parametrize(
     ("layers", "vocab", "field"),
     [
-        ((2, 4, 8), [1, 2], "aux_layers.ids"),
+        ((2, 4, 8), [1, 2], "aux_layers"),
         ((2,), [1, 64], "draft_vocab_ids"),
         ((2,), [2, 1], "draft_vocab_ids"),
         ((2,), [], "draft_vocab_ids"),

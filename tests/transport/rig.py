@@ -17,7 +17,6 @@ from policy_bridge.outbox import Outbox
 from policy_bridge.stats import BridgeStats, Counters
 from slipstream.client import open_channel
 from slipstream.sample import TENSORS, Sample
-from slipstream.tensors import dequantize_into, quantize
 from slipstream.v1 import draft_trainer_pb2 as pb
 from tests.draft_trainer.rig import DEADLINE, SPEC
 from tests.draft_trainer.synthetic import Policy
@@ -31,13 +30,6 @@ def samples(count: int, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> l
         sample.repacked(aux=sample.aux.to(dtype), final_hidden=sample.final_hidden.to(dtype))
         for sample in Policy().samples(count, seed)
     ]
-
-
-def through_float8(states: torch.Tensor, hidden_size: int) -> torch.Tensor:
-    """States [T, L * H] as the trainer gets them when they are shipped in float8; same dtype."""
-    values, scales = quantize(states, hidden_size)
-    decoded = torch.empty(states.shape, dtype=torch.bfloat16)
-    return dequantize_into(decoded, values, scales).to(states.dtype)
 
 
 @dataclass

@@ -13,12 +13,11 @@ from draft_trainer.server.app import TrainerServer
 from draft_trainer.server.stream import StateStream
 from slipstream import tensors as framing
 from slipstream.checksum import Bytes
-from slipstream.sample import FLOAT8
 from slipstream.shm import HEADER_BYTES, SharedFile
 from tests.draft_trainer.rig import Client, feeding, make_config
 from tests.waiting import until
 
-from .rig import Sender, assert_same, deliver, kept, samples, sending, through_float8
+from .rig import Sender, assert_same, deliver, kept, samples, sending
 from .test_kills import line, process
 
 
@@ -260,24 +259,6 @@ def test_states_that_are_not_finite_are_refused_by_field(
         "aux_hidden_states": 1,
         "sampled_logits": 1,
     }
-
-
-@pytest.mark.parametrize("transport", ["shared_memory", "grpc"])
-def test_float8_states_arrive_as_bfloat16(trainer: Trainer, memory: Path, transport: str) -> None:
-    server, _ = trainer
-    sent = samples(10, seed=6)
-    small = [sample.repacked(dtype=FLOAT8) for sample in sent]
-    assert sum(s.nbytes for s in small) < sum(s.nbytes for s in sent)
-    stats = deliver(server.address, small, transport=transport, shared_memory=str(memory))
-    assert (stats.accepted, stats.transport) == (10, transport)
-    found = kept(server)
-    for sample in sent:
-        hidden = sample.layout.hidden_size
-        decoded = sample.repacked(
-            aux=through_float8(sample.aux, hidden),
-            final_hidden=through_float8(sample.final_hidden, hidden),
-        )
-        assert_same(found[sample.sample_id], decoded)
 
 
 def test_a_trainer_that_ends_every_stream_is_reported_by_name(

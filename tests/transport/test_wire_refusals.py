@@ -113,7 +113,7 @@ BAD: list[tuple[Damage, str, str]] = [
     (damaged("span.memory", 0), "packed.span.memory", "MEMORY_PAYLOAD"),
     (damaged("span.memory", 2), "packed.span.memory", "no file"),
     (damaged("checksum", 5), "packed.checksum", "0x"),
-    (lambda m: m.aux_layers.ids.append(7), "aux_layers", "[2, 4, 5]"),
+    (lambda m: m.aux_layers.append(7), "aux_layers", "[2, 4, 5]"),
     (lambda m: setattr(m, "policy_version", 9), "policy_version", "[1]"),
 ]
 

@@ -11,10 +11,8 @@ from slipstream.layers import (
     choose_aux_layers,
     decode_layers,
     default_aux_layers,
-    encode_layers,
 )
-from slipstream.sample import FLOAT8, Sample, decode_float8, header_of, layout_of
-from slipstream.v1 import tensor_pb2
+from slipstream.sample import Sample
 
 
 def test_vllms_defaults() -> None:
@@ -34,17 +32,11 @@ def test_a_new_draft_of_a_policy_of_any_depth_has_layers(layers: int) -> None:
         assert chosen == default_aux_layers(layers)
 
 
-def test_round_trip_and_the_other_convention() -> None:
-    assert decode_layers(encode_layers((0, 2, 5)), "aux") == (0, 2, 5)
-    output = tensor_pb2.LAYER_ID_CONVENTION_LAYER_OUTPUT
-    message = tensor_pb2.AuxLayers(ids=[1, 17, 32], convention=output)
-    assert decode_layers(message, "aux") == default_aux_layers(36)
-
-
 @pytest.mark.parametrize("ids", [[3, 2], [2, 2], [-1, 2]])
 def test_bad_numbers_are_refused(ids: list[int]) -> None:
-    with pytest.raises(RefusedError, match=r"aux\.ids"):
-        decode_layers(encode_layers(ids), "aux")
+    assert decode_layers([0, 2, 5], "aux") == (0, 2, 5)
+    with pytest.raises(RefusedError, match="aux"):
+        decode_layers(ids, "aux")
 
 
 @pytest.mark.parametrize("ids", [None, [], "12", [1.0], [True, 2], [2, 2], [3, 2], [0, 2], [2, 6]])
@@ -54,17 +46,8 @@ def test_lists_that_are_not_layers_are_refused(ids: object) -> None:
         check_layers(ids, "ids", "fix it", 1, 5)
 
 
-@pytest.mark.parametrize("convention", [0, 9])
-def test_no_convention_is_refused(convention: int) -> None:
-    message = tensor_pb2.AuxLayers(ids=[1, 2])
-    message.convention = convention  # type: ignore[assignment]
-    with pytest.raises(RefusedError, match=r"aux\.convention"):
-        decode_layers(message, "aux")
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, FLOAT8])
-def test_no_layer_at_all_is_a_draft_that_takes_the_final_state(dtype: torch.dtype) -> None:
-    assert decode_layers(encode_layers(()), "aux") == ()
+def test_no_layer_at_all_is_a_draft_that_takes_the_final_state() -> None:
+    assert decode_layers((), "aux") == ()
     final = torch.linspace(-1, 1, 5 * 64).view(5, 64)
     sample = Sample.pack(
         *("one", 0, 1.0, ()),
@@ -75,14 +58,7 @@ def test_no_layer_at_all_is_a_draft_that_takes_the_final_state(dtype: torch.dtyp
         final_hidden=final,
         sampled_logprobs=torch.zeros(5),
         sampled_logits=torch.zeros(5),
-        dtype=dtype,
+        dtype=torch.bfloat16,
     )
     assert sample.aux.shape == (5, 0)
-    assert sample.scales.shape[0] == (dtype == FLOAT8)
-    kept = sample
-    if dtype == FLOAT8:
-        layout = layout_of(5, 0, 64, torch.bfloat16)
-        header = header_of("one", 0, 1.0, (), layout)
-        kept = Sample(header, torch.zeros(layout.nbytes, dtype=torch.uint8))
-        decode_float8(sample, kept)
-    torch.testing.assert_close(kept.final_hidden.float(), final, atol=0.04, rtol=0.07)
+    assert torch.equal(sample.final_hidden, final.bfloat16())
