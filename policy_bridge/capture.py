@@ -263,7 +263,6 @@ class Capture:
                 logits=self._own(_aligned("sampled_logits", sampled_logits, shape)),
                 prompt_lengths=self._own(prompt_lengths),
                 rollout_versions=self._own(rollout_versions),
-                number=self._recorded,
             )
             self._recorded += 1
             if self.probe:

@@ -48,7 +48,6 @@ class Record:
         token_ids, loss_mask, attention_mask, position_ids, logprobs, logits: [B, S], see
             ``Capture.ship``.
         prompt_lengths, rollout_versions: one number a sequence, see ``Capture.ship``.
-        number: of the pass in its window, from 0 up.
         at: row and column of the pass that the first element of these tensors is.
         spans: the sequences, once the record is on the host.
         origins: of each by row and start: its prompt, and the policy version that sampled it.
@@ -63,7 +62,6 @@ class Record:
     logits: torch.Tensor | None
     prompt_lengths: torch.Tensor | Sequence[int] | None = None
     rollout_versions: torch.Tensor | Sequence[int] | int | None = None
-    number: int = 0
     at: tuple[int, int] = (0, 0)
     spans: Sequence[Span] = ()
     origins: Mapping[tuple[int, int], tuple[bytes, int | None]] = field(default_factory=dict)
@@ -208,7 +206,6 @@ def candidates_of(
         candidate
         for span in record.spans
         for candidate in windows(
-            forward=record.number,
             row=span.row,
             start=span.start,
             loss_mask=record.loss_mask[span.row, span.start : span.end].numpy(),

@@ -33,25 +33,21 @@ class Candidate:
     """A sequence, or one window of it, that could be shipped.
 
     Attributes:
-        forward: which forward pass of the capture it is in.
         row: its row in that batch.
         start: first column, padding excluded.
         end: column after the last.
         offset: position of ``start`` in its sequence; 0 unless it is a later window.
         fresh: columns from here on are not in an earlier window; >= ``start``.
-        targets: tokens of the loss mask that are ``fresh``.
         nbytes: what shipping it costs.
         lot: uniform in [0, 1), drawn once: the random order of a window's candidates, the same
             in every call.
     """
 
-    forward: int
     row: int
     start: int
     end: int
     offset: int
     fresh: int
-    targets: int
     nbytes: int
     lot: float = 0.0
 
@@ -101,7 +97,6 @@ def bytes_per_token(layers: int, hidden_size: int, dtype: torch.dtype) -> int:
 
 def windows(
     *,
-    forward: int,
     row: int,
     start: int,
     loss_mask: Sequence[bool] | NDArray[np.bool_],
@@ -122,17 +117,14 @@ def windows(
         begin = max(0, fresh - context)
         end = min(length, begin + max_tokens)
         # A draft's first anchor is token 0 and predicts token 2: none sooner is a target.
-        targets = int(np.count_nonzero(loss_mask[max(fresh, begin + 2) : end]))
-        if targets:
+        if np.any(loss_mask[max(fresh, begin + 2) : end]):
             found.append(
                 Candidate(
-                    forward=forward,
                     row=row,
                     start=start + begin,
                     end=start + end,
                     offset=begin,
                     fresh=start + fresh,
-                    targets=targets,
                     nbytes=(end - begin) * token_bytes,
                     lot=draw(),
                 )

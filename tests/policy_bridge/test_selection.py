@@ -26,7 +26,7 @@ from .windows import Windows
 
 def candidates(sizes: Sequence[int], seed: int = 0) -> list[Candidate]:
     draw = random.Random(seed).random
-    return [Candidate(0, row, 0, n, 0, 0, n, n * 10, lot=draw()) for row, n in enumerate(sizes)]
+    return [Candidate(row, 0, n, 0, 0, n * 10, lot=draw()) for row, n in enumerate(sizes)]
 
 
 def test_the_choice_fills_the_budget_in_the_order_of_lots() -> None:
@@ -77,13 +77,13 @@ def test_the_order_of_the_choice_is_the_order_of_shedding() -> None:
 
 def cut(length: int, max_tokens: int, completion_from: int = 0) -> list[Candidate]:
     mask = [i >= completion_from for i in range(length)]
-    return windows(forward=0, row=0, start=4, loss_mask=mask, token_bytes=1, max_tokens=max_tokens)
+    return windows(row=0, start=4, loss_mask=mask, token_bytes=1, max_tokens=max_tokens)
 
 
 def test_a_sequence_that_fits_is_whole() -> None:
     (whole,) = cut(100, 100, completion_from=30)
     assert (whole.start, whole.end, whole.offset, whole.fresh) == (4, 104, 0, 4)
-    assert (whole.targets, whole.nbytes) == (70, 100)
+    assert whole.nbytes == 100
 
 
 @pytest.mark.parametrize("length", [101, 250, 1000])
@@ -99,10 +99,7 @@ def test_windows_cover_every_token_once_and_repeat_context(length: int) -> None:
 def test_windows_without_a_target_are_left_out() -> None:
     assert cut(300, 100, completion_from=300) == []
     # The first two tokens of a sample cannot be predicted by any anchor of it.
-    assert (
-        windows(forward=0, row=0, start=0, loss_mask=[True, True], token_bytes=1, max_tokens=9)
-        == []
-    )
+    assert windows(row=0, start=0, loss_mask=[True, True], token_bytes=1, max_tokens=9) == []
     assert [w.offset for w in cut(300, 100, completion_from=290)] == [225]
 
 
