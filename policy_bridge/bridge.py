@@ -25,7 +25,7 @@ from policy_bridge.outbox import Outbox
 from policy_bridge.selection import Spent, bytes_per_token
 from policy_bridge.session import PolicyMatrices, PolicySnapshot, Session
 from policy_bridge.stats import BridgeStats, Counters, SyncResult, flat, flat_status
-from policy_bridge.sync import NullSyncWindow, PolicySyncError, SyncWindow, TrainerProbe
+from policy_bridge.sync import NullSyncWindow, SyncWindow, TrainerProbe
 from slipstream.client import open_channel
 from slipstream.errors import RefusedError
 from slipstream.sampling import sampling_of
@@ -142,8 +142,6 @@ class PolicyBridge(AbstractContextManager["PolicyBridge"]):
         self._probed = False
         self._weights = WeightWatch()
         self._last_sync: SyncResult | None = None
-        # A version, and what to push of it, of a window that knew of no rollout server.
-        self._waiting: tuple[int, nn.Module | Mapping[str, torch.Tensor]] | None = None
         # By session id; servers join and leave while a run is open.
         self._servers: dict[str, tuple[str, ...]] = {}
         self._window_open = False
@@ -202,7 +200,7 @@ class PolicyBridge(AbstractContextManager["PolicyBridge"]):
             raise RefusedError("version", version, "a whole number >= 0", "count from 0 up")
         session = self._guard.session_for(version)
         snapshot = self._snapshot(session if self._config.bytes_per_step else None, version, lead)
-        waited, self._waiting = self._waiting is not None, None
+        waited = self._last_sync is not None and self._last_sync.policy_waits
         window = self._sync_window(version, session, lead)
         self._window_open = True
         try:
@@ -212,10 +210,10 @@ class PolicyBridge(AbstractContextManager["PolicyBridge"]):
             self._window_open = False
             if window.trainer_silent:
                 self._probe.send()
-        if window.result is not None:
-            self._synced(window.result, snapshot, session)
-        if window.waiting is not None:
-            self._waiting = version, window.waiting
+        if window.result is None:
+            return
+        self._synced(window.result, snapshot, session)
+        if window.result.policy_waits:
             self._counters.add(waiting_pushes=1)
             if not waited:
                 logger.warning("policy version %d: %s", version, _WAITS)
@@ -254,7 +252,6 @@ class PolicyBridge(AbstractContextManager["PolicyBridge"]):
                 turned capture off.
         """
         self._check_open()
-        self._push_late()
         try:
             check_temperature(temperature)
             sampled_with = sampling_of(sampling or {})
@@ -402,28 +399,6 @@ class PolicyBridge(AbstractContextManager["PolicyBridge"]):
             fleet=self._fleet,
             lead=lead,
         )
-
-    def _push_late(self) -> None:
-        """Push what waits, if the rollout servers are known by now and the weights are the same."""
-        if self._waiting is None or self._connection is None:
-            return
-        (version, source), session = self._waiting, self._connection.session
-        if session is None or not session.rollout_servers:
-            return
-        # Once only: what fails here the next sync reports.
-        self._waiting = None
-        if self._weights.moved():
-            return
-        window = self._sync_window(version, session, lead=True)
-        try:
-            with window:
-                window.push_policy(source)
-        except PolicySyncError as error:
-            self._counters.error(str(error))
-            logger.error("%s", error)
-            return
-        self._counters.add(late_pushes=1)
-        self._last_sync = window.result
 
     def _window(self, temperature: float, forwards: int | None, training: bool) -> Capture | None:
         config, modules, outbox = self._config, self._modules, self._outbox

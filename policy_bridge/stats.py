@@ -109,7 +109,6 @@ class BridgeStats:
     connects: int = _counter("Runs opened, including the first.")
     syncs: int = _counter("Sync windows that succeeded.")
     waiting_pushes: int = _counter("Windows whose push waits for the trainer to name the servers.")
-    late_pushes: int = _counter("Waiting pushes that a later capture window completed.")
     servers_left_out: int = _counter("Rollout servers that a window left out.")
     last_sync: SyncResult | None = None
     """The newest sync that succeeded; None before it."""

@@ -74,7 +74,6 @@ class SyncWindow:
         told: by session id, the servers that the trainer named in the last window.
         result: what was done; set at the end of the window.
         trainer_silent: whether the trainer let a deadline pass.
-        waiting: what ``push_policy`` was given, where no server is known yet.
     """
 
     version: InitVar[int]
@@ -89,7 +88,6 @@ class SyncWindow:
     told: dict[str, tuple[str, ...]] = field(default_factory=dict)
     result: SyncResult | None = field(default=None, init=False)
     trainer_silent: bool = field(default=False, init=False)
-    waiting: nn.Module | Tensors | None = field(default=None, init=False)
 
     def __post_init__(self, version: int) -> None:
         self._push_error: PolicySyncError | None = None
@@ -131,8 +129,8 @@ class SyncWindow:
         the engine stands still: for small models. ``push_external`` is for the others.
 
         Where the bridge takes its server list from the trainer and did not reach it yet, the push
-        waits: ``result.policy_waits`` is set. If the trainer is there by then, ``capture`` pushes
-        this version, as long as the weights are still its own, or the next ``sync`` the next one.
+        waits: ``result.policy_waits`` is set, and the next ``sync`` pushes the next version if the
+        trainer is there by then.
 
         Args:
             source: a model, its state dict, or tensors named as in the served checkpoint; None:
@@ -150,8 +148,7 @@ class SyncWindow:
         self._check_push("push_policy")
         if not self.servers and not self.fleet_known:
             if isinstance(source, nn.Module):
-                _plain_state(source)  # refuses adapters here, not in a later ``capture``
-            self.waiting = source
+                _plain_state(source)  # refuses adapters here, not in a later ``sync``
             self._so_far = replace(self._so_far, policy_waits=True)
             return
         self._stage(lambda: policy_tensors(source, self.config.policy_dtype, self.model))
@@ -187,7 +184,7 @@ class SyncWindow:
     def _check_push(self, method: str) -> None:
         if not self.lead:
             raise RefusedError(method, "lead=False", "the process that leads", "push there")
-        if self._stage_id or self.waiting is not None:
+        if self._stage_id or self._so_far.policy_waits:
             raise RefusedError(method, "a second call", "one per window", "push once")
         if not self.servers and (self.fleet_known or method != "push_policy"):
             found, step = "none, neither configured nor from the trainer", "set it in BridgeConfig"
