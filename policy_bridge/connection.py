@@ -42,8 +42,6 @@ _BATCH_SAMPLES = 128
 _BATCH_BYTES = 16 << 20
 # More than a sample's header, or a piece of a payload, takes in a message beside its own bytes.
 _HEADER_BYTES, _FIELD_BYTES = 64, 16
-_MOST_LOST = 3
-"""Files lost one soon after the other, after which states go inline."""
 
 _OUTCOMES = {pb.ACK_STATUS_ACCEPTED: "accepted", pb.ACK_STATUS_DUPLICATE: "duplicate"}
 
@@ -53,7 +51,8 @@ class Connection:
 
     After any lost stream the run is opened anew, because a restarted trainer answers on the same
     address with another session. Unacknowledged samples are then sent again under their old ids,
-    which the trainer de-duplicates. Each stream has a file of its own, to which what is held moves.
+    which the trainer de-duplicates. Each stream has a file of its own, to which what is held moves;
+    where that is lost, the stream goes on without one.
 
     Args:
         channel: to the trainer; the caller closes it to interrupt calls.
@@ -86,7 +85,6 @@ class Connection:
         self.connected = self.died = False
         self.wanted_tokens = 0
         self._shared: BlockFile | None = None
-        self._lost = 0
         self._attempted = False
         self._thread = threading.Thread(target=self._run, name="slipstream-sender", daemon=True)
         self._thread.start()
@@ -153,20 +151,13 @@ class Connection:
         file, why_inline = self._shared_file()
         header = pb.StreamHeader(session_id=session.session_id)
         try:
+            self._counters.transport("grpc" if file is None else "shared_memory", why_inline)
             if file is not None:
                 header.shared_memory.name = file.name
                 header.shared_memory.bytes = file.nbytes
                 header.shared_memory.nonce = file.nonce
                 self._shared = self._outbox.move_to(file)
-            self._counters.transport("grpc" if file is None else "shared_memory", why_inline)
-            opened = time.monotonic()
-            at_once = self._stream(header, session, again)
-            if time.monotonic() - opened > self._config.stall_seconds:
-                self._lost = 0
-            if self._shared is not None and self._shared.lost:
-                self._lost += 1
-                self._note(RuntimeError(self._outbox.damage))
-            return at_once
+            return self._stream(header, session, again)
         finally:
             self._shared = None
             if file is not None:
@@ -182,9 +173,6 @@ class Connection:
                     self._note(TimeoutError("the trainer does not answer on its stream of samples"))
                     stalled = True
                     break
-                if self._shared is not None and self._shared.lost:
-                    # Another stream, with another file.
-                    return True
                 sent = self._send_next(stream, session)
                 self._counters.add(resent_samples=len(again.intersection(sent)))
         finally:
@@ -215,8 +203,6 @@ class Connection:
         config = self._config
         if config.transport == "grpc":
             return None, 'transport = "grpc"'
-        if self._lost >= _MOST_LOST:
-            return None, f"{self._lost} files were lost; {self._outbox.damage}"
         try:
             nbytes = file_bytes(config.outbox_bytes)
             return SharedFile.create(Path(config.shared_memory), nbytes), ""

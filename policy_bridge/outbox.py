@@ -11,11 +11,12 @@ Finding it takes no search: samples are in one bin per version and priority.
 Blocks are in a file of shared memory, written once; a trainer on this host reads them from there,
 and for any other they are read into the message. A file that was cut short, or whose memory is
 full, costs the blocks in it and nothing else: later ones go into anonymous memory, and with the
-next stream into another file.
+next connection into another file.
 """
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import Counter, OrderedDict
@@ -29,6 +30,8 @@ from slipstream.checksum import Bytes, checksum_of
 from slipstream.sample import Sample
 from slipstream.shm import HEADER_BYTES, FreeList, MemoryLostError, SharedFile
 from slipstream.v1 import draft_trainer_pb2 as pb
+
+logger = logging.getLogger(__name__)
 
 PRIORITIES = 16
 """Priorities are whole numbers from 0 to one less; the highest is shed last."""
@@ -120,15 +123,11 @@ class Outbox:
     Args:
         capacity_bytes: bound on the blocks of all samples held.
         counters: where shed samples are counted.
-
-    Attributes:
-        damage: why the last file that was lost was given up; empty before that.
     """
 
     def __init__(self, capacity_bytes: int, counters: Counters) -> None:
         self._capacity = capacity_bytes
         self._counters = counters
-        self.damage = ""
         self._blocks = BlockFile(SharedFile.anonymous(file_bytes(capacity_bytes)))
         self._changed = threading.Condition()
         self._held: dict[str, Entry] = {}
@@ -180,10 +179,13 @@ class Outbox:
     def lose(self, blocks: BlockFile, reason: str) -> None:
         """Give up a file that is damaged: later blocks go into an anonymous one."""
         with self._changed:
-            blocks.lost, self.damage = True, reason
+            known, blocks.lost = blocks.lost, True
             if self._blocks is blocks:
                 self._blocks = BlockFile(SharedFile.anonymous(file_bytes(self._capacity)))
             self._changed.notify_all()
+        if not known and blocks.file.name:
+            self._counters.transport("grpc", reason)
+            logger.warning("states go inline until the next connection: %s", reason)
 
     def move_to(self, file: SharedFile) -> BlockFile:
         """Write to this new file from now on, and move there what is held; nothing is in flight.

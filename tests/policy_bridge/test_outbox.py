@@ -182,7 +182,7 @@ def test_a_new_file_that_cannot_be_written_costs_no_sample(
     made = SharedFile.create(tmp_path, file_bytes(8 * UNIT))
     os.ftruncate(made._descriptor, 4096)
     blocks = outbox.move_to(made)
-    assert blocks.lost and "as it was made" in outbox.damage
+    assert blocks.lost and "as it was made" in counters.snapshot().transport_reason
     # They go inline, and into the next file that has space.
     for target in (None, SharedFile.create(tmp_path, file_bytes(8 * UNIT))):
         moved = None if target is None else outbox.move_to(target)
@@ -201,7 +201,8 @@ def test_a_file_that_is_lost_is_followed_by_another_one(counters: Counters, tmp_
     lost = outbox._blocks
     os.ftruncate(lost.file._descriptor, 4096)
     assert outbox.put(second)
-    assert lost.lost and outbox._blocks is not lost and "as it was made" in outbox.damage
+    assert lost.lost and outbox._blocks is not lost
+    assert "as it was made" in counters.snapshot().transport_reason
     assert outbox._held["b"].read().tobytes() == second.block.numpy().tobytes()
     with pytest.raises(MemoryLostError, match="ends at byte"):
         outbox._held["a"].read()
