@@ -5,7 +5,7 @@ tokens' logits and log-probabilities) is computed for the chosen rows alone, whe
 weights are at hand then; only the chosen tokens' states move to host memory.
 
 For a sequence x with final hidden states h: logit_t = f(h_{t-1} . W[x_t]), where f is what the
-policy makes of its lm_head's output (``slipstream.logits``), and log p(x_t | x_<t) = logit_t /
+policy makes of its lm_head's output (``slipstream.sampling``), and log p(x_t | x_<t) = logit_t /
 temperature - log Z_{t-1}. The wire carries logit and log-probability of every token, which fixes
 log Z without a full row of logits (slipstream.v1.PackedStates).
 """
@@ -25,8 +25,8 @@ from policy_bridge.logits import PROBED_ROWS, check_logits, check_logprobs
 from policy_bridge.model import Matrix, PolicyModules
 from policy_bridge.selection import Candidate, Span, scores_of, spans_of, windows
 from slipstream.errors import RefusedError
-from slipstream.logits import LogitForm
 from slipstream.sample import STATE_DTYPES, Layout, Sample, prompt_hash
+from slipstream.sampling import LogitForm
 from slipstream.v1 import draft_trainer_pb2 as pb
 
 Floats = NDArray[np.float32]

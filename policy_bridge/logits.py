@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from slipstream.errors import RefusedError
-from slipstream.logits import LogitForm
+from slipstream.sampling import LogitForm
 
 PROBED_ROWS = 16
 """Tokens of a forward pass whose whole rows of logits are compared."""

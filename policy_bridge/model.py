@@ -20,7 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from policy_bridge.config import ModulePaths
 from policy_bridge.logits import form_of, is_sharded
 from slipstream.errors import RefusedError
-from slipstream.logits import LogitForm
+from slipstream.sampling import LogitForm
 from slipstream.v1 import draft_trainer_pb2 as pb
 
 _INNER = {

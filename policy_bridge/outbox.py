@@ -26,9 +26,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from policy_bridge.stats import Counters
-from slipstream.checksum import Bytes, checksum_of
 from slipstream.sample import Sample
 from slipstream.shm import HEADER_BYTES, FreeList, MemoryLostError, SharedFile
+from slipstream.tensors import Bytes, checksum_of
 from slipstream.v1 import draft_trainer_pb2 as pb
 
 logger = logging.getLogger(__name__)

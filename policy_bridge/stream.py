@@ -9,9 +9,8 @@ from collections.abc import Callable, Sequence
 
 import grpc
 
-from slipstream.checksum import Bytes
 from slipstream.client import MAX_MESSAGE_BYTES
-from slipstream.tensors import Parts, frame, frames
+from slipstream.tensors import Bytes, Parts, frame, frames
 from slipstream.v1 import draft_trainer_pb2 as pb
 
 _METHOD = pb.DESCRIPTOR.services_by_name["DraftTrainer"].methods_by_name["StreamStates"]

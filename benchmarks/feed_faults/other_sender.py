@@ -11,10 +11,9 @@ from safetensors.torch import load_file
 
 from policy_bridge.session import Session, decode_session
 from policy_bridge.stream import StateStream
-from slipstream.checksum import checksum_of
 from slipstream.client import open_channel
 from slipstream.sample import Sample
-from slipstream.tensors import SCHEMA_VERSION
+from slipstream.tensors import SCHEMA_VERSION, checksum_of
 from slipstream.v1 import draft_trainer_pb2 as pb
 from slipstream.v1 import draft_trainer_pb2_grpc as pb_grpc
 

@@ -11,9 +11,8 @@ import torch
 from safetensors.torch import load_file
 
 from benchmarks.robustness.services import EXAMPLE
-from slipstream.checksum import checksum_of
 from slipstream.sample import Sample, header_of, layout_of
-from slipstream.tensors import SCHEMA_VERSION, chunks_of, frame, spec_of
+from slipstream.tensors import SCHEMA_VERSION, checksum_of, chunks_of, frame, spec_of
 from slipstream.v1 import draft_trainer_pb2 as pb
 from slipstream.v1 import rollout_server_pb2 as rollout_pb
 

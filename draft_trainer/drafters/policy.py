@@ -12,7 +12,7 @@ from torch import Tensor
 
 from draft_trainer.drafters.ops import product
 from slipstream.errors import RefusedError, StatusCode
-from slipstream.logits import LogitForm
+from slipstream.sampling import LogitForm
 from slipstream.tensors import digest
 
 _DEVICE_BYTES = 1 << 30

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import numpy as np
 
-from slipstream.checksum import Bytes
 from slipstream.errors import RefusedError, StatusCode
 from slipstream.shm import FreeList
+from slipstream.tensors import Bytes
 
 ALIGNMENT = 64
 """Bytes: a cache line, and a multiple of every element type's alignment."""

@@ -14,12 +14,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from slipstream.checksum import all_finite
 from slipstream.errors import RefusedError
 from slipstream.layers import decode_layers
 from slipstream.sample import STATE_DTYPES, Layout, Sample, layout_of
 from slipstream.sampling import check_sampling
-from slipstream.tensors import dtype_to_wire
+from slipstream.tensors import all_finite, dtype_to_wire
 from slipstream.v1 import draft_trainer_pb2 as pb
 from slipstream.v1 import tensor_pb2
 

@@ -28,10 +28,10 @@ from draft_trainer.ingest.checks import (
 from draft_trainer.ingest.run import Run
 from draft_trainer.ingest.store import SampleStore
 from draft_trainer.ingest.teacher import TeacherCheck
-from slipstream.checksum import Bytes, checksum_of
 from slipstream.errors import RefusedError
 from slipstream.sample import Layout, Sample
 from slipstream.shm import HEADER_BYTES, SharedFile
+from slipstream.tensors import Bytes, checksum_of
 from slipstream.v1 import draft_trainer_pb2 as pb
 
 _LEAST_CREDIT = 1 << 16

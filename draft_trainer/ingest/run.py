@@ -31,8 +31,8 @@ from draft_trainer.ingest.policies import (
 )
 from draft_trainer.ingest.store import Drawn, SampleStore
 from slipstream.errors import RefusedError, StatusCode
-from slipstream.logits import LogitForm
 from slipstream.sample import Sample
+from slipstream.sampling import LogitForm
 from slipstream.tensors import digest
 from slipstream.v1 import draft_trainer_pb2 as pb
 from slipstream.v1 import tensor_pb2

@@ -34,9 +34,9 @@ from draft_trainer.ingest.database import (
     seal_of,
     tie_of,
 )
-from slipstream.checksum import Bytes, checksum_of
 from slipstream.errors import RefusedError, StatusCode
 from slipstream.sample import Sample, is_held_out
+from slipstream.tensors import Bytes, checksum_of
 from slipstream.v1 import draft_trainer_pb2 as pb
 
 logger = logging.getLogger(__name__)

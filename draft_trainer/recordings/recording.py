@@ -27,8 +27,8 @@ from draft_trainer.drafters import DraftShape
 from draft_trainer.drafters.policy import PolicyHead, PolicyHeads
 from draft_trainer.ingest.teacher import TeacherCheck
 from slipstream.errors import RefusedError
-from slipstream.logits import LogitForm
 from slipstream.sample import Sample
+from slipstream.sampling import LogitForm
 from slipstream.tensors import digest
 from slipstream.v1 import draft_trainer_pb2 as pb
 

@@ -24,8 +24,8 @@ from draft_trainer.drafters.policy import PolicyHead, PolicyHeads
 from draft_trainer.training.learner import Learner
 from draft_trainer.training.ranks import RankLostError, Ranks, shares
 from slipstream.errors import RefusedError
-from slipstream.logits import LogitForm
 from slipstream.sample import Sample
+from slipstream.sampling import LogitForm
 from slipstream.v1 import draft_trainer_pb2 as pb
 
 logger = logging.getLogger(__name__)

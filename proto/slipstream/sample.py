@@ -232,7 +232,7 @@ class Sample:
 
     @property
     def logits_dtype(self) -> torch.dtype:
-        """In which the policy has its logits; see ``slipstream.logits``."""
+        """In which the policy has its logits; see ``slipstream.sampling``."""
         wire = self.header.logits_dtype
         return dtype_from_wire(wire, "logits_dtype") if wire else torch.float32
 

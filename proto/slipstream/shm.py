@@ -22,8 +22,8 @@ from bisect import bisect_left, insort
 from collections.abc import Callable
 from pathlib import Path
 
-from slipstream.checksum import Bytes
 from slipstream.errors import RefusedError, StatusCode
+from slipstream.tensors import Bytes
 
 HEADER_BYTES = 4096
 NONCE_BYTES = 16

@@ -1,4 +1,4 @@
-"""Tensors on the wire: in chunks.
+"""Tensors on the wire: in chunks, and blocks with a checksum.
 
 Every decode checks shape, size and checksum and raises ``RefusedError`` naming the field, so that
 no damaged message becomes a tensor.
@@ -18,11 +18,14 @@ import grpc
 import numpy as np
 import torch
 from google.protobuf.message import DecodeError
+from numpy.typing import NDArray
+from xxhash import xxh3_64_intdigest
 
-from slipstream.checksum import Bytes
 from slipstream.errors import RefusedError, StatusCode
 from slipstream.v1 import draft_trainer_pb2 as pb
 from slipstream.v1 import tensor_pb2
+
+Bytes = NDArray[np.uint8]
 
 CHUNK_BYTES = 4 << 20
 
@@ -35,6 +38,14 @@ _DTYPES: dict[torch.dtype, tensor_pb2.DType] = {
     torch.bool: tensor_pb2.DTYPE_BOOL,
 }
 _TORCH_DTYPES: dict[int, torch.dtype] = {value: key for key, value in _DTYPES.items()}
+
+# As signed integers +inf and the positive NaNs are the largest values of a float's format, as
+# unsigned integers -inf and the negative NaNs are: two maxima tell exactly.
+_INFINITY: dict[torch.dtype, tuple[type, int, type, int]] = {
+    torch.bfloat16: (np.int16, 0x7F80, np.uint16, 0xFF80),
+    torch.float16: (np.int16, 0x7C00, np.uint16, 0xFC00),
+    torch.float32: (np.int32, 0x7F80_0000, np.uint32, 0xFF80_0000),
+}
 
 
 def dtype_to_wire(dtype: torch.dtype) -> tensor_pb2.DType:
@@ -73,6 +84,24 @@ def from_bytes(data: bytearray, dtype: torch.dtype, shape: tuple[int, ...]) -> t
 def digest(tensor: torch.Tensor) -> bytes:
     """SHA-256 over a tensor's bytes (32 bytes)."""
     return hashlib.sha256(bytes_of(tensor)).digest()
+
+
+def checksum_of(block: Bytes) -> int:
+    """XXH3 of uint8 [n], 64 bits, seed 0; like ``all_finite`` without the interpreter's lock."""
+    return xxh3_64_intdigest(block)  # type: ignore[arg-type]
+
+
+def all_finite(data: Bytes, dtype: torch.dtype) -> bool:
+    """Whether bytes, read as ``dtype``, hold neither NaN nor infinity. Exact.
+
+    Args:
+        data: uint8 [n * itemsize], contiguous.
+        dtype: bfloat16, float16 or float32.
+    """
+    if not len(data):
+        return True
+    signed, positive, unsigned, negative = _INFINITY[dtype]
+    return bool(data.view(signed).max() < positive and data.view(unsigned).max() < negative)
 
 
 def spec_of(name: str, tensor: torch.Tensor) -> tensor_pb2.TensorSpec:

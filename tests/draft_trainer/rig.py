@@ -16,11 +16,10 @@ from draft_trainer.config import TrainerConfig
 from draft_trainer.config_file import parse_config
 from draft_trainer.drafters.eagle3.checkpoint import Eagle3
 from draft_trainer.server.app import TrainerServer
-from slipstream.checksum import checksum_of
 from slipstream.client import open_channel
 from slipstream.errors import RefusedError, refused_from
 from slipstream.sample import Sample
-from slipstream.tensors import SCHEMA_VERSION, chunks_of, spec_of
+from slipstream.tensors import SCHEMA_VERSION, checksum_of, chunks_of, spec_of
 from slipstream.v1 import draft_trainer_pb2 as pb
 from slipstream.v1 import draft_trainer_pb2_grpc as pb_grpc
 from tests.draft_trainer.synthetic import HIDDEN, VOCAB, Policy, draft_vocab_ids, head

@@ -13,8 +13,8 @@ from torch import Tensor
 from draft_trainer.config import ReplayConfig
 from draft_trainer.ingest.database import key_of
 from draft_trainer.ingest.store import SampleStore
-from slipstream.checksum import checksum_of
 from slipstream.sample import Sample, header_of, layout_of
+from slipstream.tensors import checksum_of
 
 WIDTH = 8
 

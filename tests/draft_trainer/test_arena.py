@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from draft_trainer.ingest.arena import ALIGNMENT, Arena
-from slipstream.checksum import Bytes
 from slipstream.errors import RefusedError, StatusCode
+from slipstream.tensors import Bytes
 
 
 def start_of(arena: Arena, block: Bytes) -> int:

@@ -17,8 +17,8 @@ from draft_trainer.drafters.loss import step_weights, ttt_objective, valid_targe
 from draft_trainer.drafters.policy import PolicyHead, PolicyHeads
 from draft_trainer.ingest.teacher import ROWS, TeacherCheck
 from draft_trainer.kernels.library import Mode, using_kernels
-from slipstream.logits import LogitForm
 from slipstream.sample import Sample
+from slipstream.sampling import LogitForm
 from slipstream.tensors import dtype_to_wire
 from slipstream.v1 import draft_trainer_pb2 as pb
 from tests.draft_trainer.rig import SPEC, feeding, make_config, rollouts

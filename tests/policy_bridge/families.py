@@ -16,8 +16,8 @@ from draft_trainer.drafters.policy import PolicyHead, PolicyHeads, policy_logits
 from draft_trainer.ingest.teacher import TeacherCheck
 from draft_trainer.training.learner import Learner
 from slipstream.errors import RefusedError
-from slipstream.logits import LogitForm
 from slipstream.sample import Sample
+from slipstream.sampling import LogitForm
 
 from .conftest import VOCAB, batch
 from .windows import LAYERS, Windows

@@ -21,7 +21,7 @@ from policy_bridge import BridgeConfig, ModulePaths, PolicyBridge
 from policy_bridge.logits import check_logits, check_logprobs, form_of
 from policy_bridge.sync import policy_tensors
 from slipstream.errors import RefusedError
-from slipstream.logits import LogitForm
+from slipstream.sampling import LogitForm
 from slipstream.v1 import tensor_pb2
 
 from .conftest import HIDDEN, VOCAB, Connect, Rollouts, addresses, batch, make_model, ship, sync

@@ -27,7 +27,7 @@ from policy_bridge.model import find_modules, full_tensor, watched
 from policy_bridge.session import PolicyMatrices
 from policy_bridge.sync import policy_tensors
 from slipstream.errors import RefusedError
-from slipstream.logits import LogitForm
+from slipstream.sampling import LogitForm
 
 from .conftest import HIDDEN, VOCAB, Connect, batch, make_model, ship, sync
 from .doubles import DEADLINE, FakeTrainer

@@ -14,7 +14,7 @@ from policy_bridge import PolicyBridge
 from policy_bridge.copier import Copier
 from policy_bridge.extraction import picked_logits
 from slipstream.errors import RefusedError
-from slipstream.logits import LogitForm
+from slipstream.sampling import LogitForm
 
 from .conftest import Connect, batch, make_model
 from .doubles import DEADLINE, FakeTrainer

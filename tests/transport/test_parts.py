@@ -12,11 +12,10 @@ from google.protobuf.message import DecodeError
 
 from draft_trainer.ingest.ingest import Memories
 from slipstream import tensors as framing
-from slipstream.checksum import all_finite, checksum_of
 from slipstream.errors import RefusedError, StatusCode
 from slipstream.sample import Sample, layout_of
 from slipstream.shm import HEADER_BYTES, MemoryLostError, SharedFile, remove_stale
-from slipstream.tensors import frame, frames, unframe
+from slipstream.tensors import all_finite, checksum_of, frame, frames, unframe
 from slipstream.v1 import draft_trainer_pb2 as pb
 
 from .rig import samples

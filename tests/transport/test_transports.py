@@ -12,8 +12,8 @@ import torch
 from draft_trainer.server.app import TrainerServer
 from draft_trainer.server.stream import StateStream
 from slipstream import tensors as framing
-from slipstream.checksum import Bytes
 from slipstream.shm import HEADER_BYTES, SharedFile
+from slipstream.tensors import Bytes
 from tests.draft_trainer.rig import Client, feeding, make_config
 from tests.waiting import until
 
