@@ -13,7 +13,7 @@ from typing import TypeVar, cast
 import torch
 import torch.nn.functional as F
 
-from policy_bridge.copier import Copier
+from policy_bridge.copier import GROUP_BYTES, Copier
 from policy_bridge.extraction import (
     Chosen,
     Record,
@@ -437,30 +437,30 @@ class Capture:
 
     def _copy_and_offer(self, chosen: list[Chosen]) -> None:
         for group in self._groups(chosen):
-            with self.copier.staging.borrow(sum(one.layout.nbytes for one in group)) as memory:
-                at, filled = 0, []
-                for one in group:
-                    facts = (self.next_id(), self.policy_version, self.temperature)
-                    header = header_of(*facts, self.session.aux_layers, one.layout)
-                    header.sampling.CopyFrom(self.sampling)
-                    header.logits_dtype = dtype_to_wire(one.record.states.logits_dtype)
-                    one.write_origin(header)
-                    sample = Sample(header, memory[at : at + one.layout.nbytes])
-                    fill(sample, one)
-                    filled.append((sample, one.priority))
-                    at += one.layout.nbytes
-                self.copier.settle()
-                # Again, with the copies done: the loop has gone on meanwhile.
-                _check_unwritten([one.record for one in group])
-                for sample, priority in filled:
-                    self.offer(sample, priority)
+            nbytes = [one.layout.nbytes for one in group]
+            memory = torch.empty(sum(nbytes), dtype=torch.uint8, pin_memory=self.copier.pinned)
+            filled = []
+            for one, block in zip(group, memory.split(nbytes), strict=True):
+                facts = (self.next_id(), self.policy_version, self.temperature)
+                header = header_of(*facts, self.session.aux_layers, one.layout)
+                header.sampling.CopyFrom(self.sampling)
+                header.logits_dtype = dtype_to_wire(one.record.states.logits_dtype)
+                one.write_origin(header)
+                sample = Sample(header, block)
+                fill(sample, one)
+                filled.append((sample, one.priority))
+            self.copier.settle()
+            # Again, with the copies done: the loop has gone on meanwhile.
+            _check_unwritten([one.record for one in group])
+            for sample, priority in filled:
+                self.offer(sample, priority)
 
     def _groups(self, chosen: list[Chosen]) -> Iterator[list[Chosen]]:
-        """What is copied together: as much as the staging memory holds."""
+        """What is copied together."""
         group: list[Chosen] = []
         for one in chosen:
             nbytes = one.layout.nbytes + sum(other.layout.nbytes for other in group)
-            if group and nbytes > self.copier.staging.nbytes:
+            if group and nbytes > GROUP_BYTES:
                 yield group
                 group = []
             if self.takes(one.layout.nbytes, one.priority):

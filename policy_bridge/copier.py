@@ -5,8 +5,8 @@ on the policy's stream. For one on a CPU the choice is made at once, because its
 from weights that the next step changes, and the copies go to the thread: the backward pass runs
 without the interpreter's lock, so there they cost the policy nothing where there is a free core.
 
-Blocks are assembled in a staging buffer, page-locked for a CUDA device, and written from
-there to the outbox's file, once.
+Blocks are assembled in host memory, page-locked for a CUDA device, and written from there to the
+outbox's file, once. Allocators keep that memory, so it is not mapped or locked anew each time.
 """
 
 from __future__ import annotations
@@ -14,13 +14,11 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import TypeVar
 
 import torch
 
-from slipstream.client import MAX_MESSAGE_BYTES
 from slipstream.errors import RefusedError
 
 Job = Callable[[], None]
@@ -28,41 +26,13 @@ T = TypeVar("T")
 JOBS = 2
 """How many wait at most."""
 
-STAGING_BYTES = 16 << 20
+GROUP_BYTES = 16 << 20
+"""Of the blocks that are assembled together, where one alone is not larger."""
 
 _JOIN_SECONDS = 5.0
 # Before copies on a CPU begin: at once they would take the interpreter's lock from the policy's
 # thread between the operations that lead from the pass to its backward.
 _HEAD_START_SECONDS = 0.002
-
-
-class Staging:
-    """Host memory in which blocks are assembled: one buffer, used again. Thread-safe.
-
-    Args:
-        nbytes: of the buffer, which is made when it is first needed.
-        pinned: page-lock it, for asynchronous copies from a CUDA device.
-    """
-
-    def __init__(self, nbytes: int = STAGING_BYTES, *, pinned: bool = False) -> None:
-        self.nbytes = nbytes
-        self._pinned = pinned
-        self._lock = threading.Lock()
-        self._buffer: torch.Tensor | None = None
-
-    @contextmanager
-    def borrow(self, nbytes: int) -> Iterator[torch.Tensor]:
-        """uint8 [nbytes], undefined content: of the buffer, where that is free and large enough."""
-        # Not waited for: one of the two threads that copy may be the policy's.
-        if nbytes > self.nbytes or not self._lock.acquire(blocking=False):
-            yield torch.empty(nbytes, dtype=torch.uint8)
-            return
-        try:
-            if self._buffer is None:
-                self._buffer = torch.empty(self.nbytes, dtype=torch.uint8, pin_memory=self._pinned)
-            yield self._buffer[:nbytes]
-        finally:
-            self._lock.release()
 
 
 class Copier:
@@ -76,17 +46,15 @@ class Copier:
         device: of the policy; None: everything is done in the caller's thread.
 
     Attributes:
-        staging: memory for the blocks.
         deferred: whether the choice is made after ``submit`` returns, on a stream of its own.
+        pinned: whether blocks are assembled in page-locked memory, for asynchronous copies.
         died: whether the thread ended of an unexpected error: nothing is copied any more.
     """
 
     def __init__(self, device: torch.device | None = None) -> None:
         cuda = device is not None and device.type == "cuda"
-        self._inline, self.deferred = device is None, cuda
+        self._inline, self.deferred, self.pinned = device is None, cuda, cuda
         self._stream = torch.cuda.Stream(device) if cuda else None
-        # One sample may take a whole message; beside the buffer it would be in pageable memory.
-        self.staging = Staging(MAX_MESSAGE_BYTES if cuda else STAGING_BYTES, pinned=cuda)
         self.died = False
         self._changed = threading.Condition()
         self._jobs: deque[tuple[Job, int]] = deque()

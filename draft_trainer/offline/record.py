@@ -165,8 +165,7 @@ class Recorder:
         )
 
     def _write(self, captured: Sample, priority: int = 0) -> bool:
-        # Its block is assembled in memory that the next one uses again.
-        self._writer.add(Sample(captured.header, captured.block.clone()))
+        self._writer.add(captured)
         self.samples += 1
         return True
 

@@ -10,12 +10,9 @@ import pytest
 import torch
 
 from policy_bridge import capture
-from policy_bridge.copier import JOBS, Copier, Staging
+from policy_bridge.copier import JOBS, Copier
 from policy_bridge.extraction import gather_into
-from policy_bridge.selection import bytes_per_token
-from policy_bridge.session import Session
 from slipstream.errors import RefusedError
-from slipstream.sample import layout_of
 
 from .conftest import Connect, batch, make_model, ship
 from .doubles import DEADLINE, FakeTrainer
@@ -93,29 +90,6 @@ def test_a_thread_that_broke_takes_no_more(side: Copier) -> None:
     assert side.wait_idle(0.0)
     assert not side.put(lambda: None)
     assert side.died
-
-
-def test_staging_memory_is_used_again_and_never_waited_for() -> None:
-    staging = Staging(1 << 12)
-    with staging.borrow(100) as first:
-        with staging.borrow(100) as second:
-            assert first.data_ptr() != second.data_ptr()
-        address = first.data_ptr()
-    with staging.borrow(1 << 12) as whole, staging.borrow(1 << 13) as larger:
-        assert whole.data_ptr() == address
-        assert (len(whole), len(larger)) == (1 << 12, 1 << 13)
-
-
-def test_staging_memory_of_a_device_takes_the_largest_sample(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    Streams(monkeypatch)
-    layers, hidden = 3, 4096
-    session = Session("s", (1, 2, 3), torch.arange(2), 1 << 20, None, ())
-    tokens = session.max_sample_tokens(bytes_per_token(layers, hidden, torch.bfloat16))
-    largest = layout_of(tokens, layers, hidden, torch.bfloat16).nbytes
-    # Beyond it a sample would be copied to memory that is not page-locked.
-    assert Copier(torch.device("cuda")).staging.nbytes >= largest > 60 << 20
 
 
 def test_on_a_host_the_choice_is_made_at_once_and_copied_beside() -> None:

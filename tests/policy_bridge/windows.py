@@ -17,7 +17,7 @@ from torch import nn
 
 from policy_bridge.capture import Capture
 from policy_bridge.config import ModulePaths
-from policy_bridge.copier import Copier, Staging
+from policy_bridge.copier import Copier
 from policy_bridge.model import PolicyModules, find_modules, watched
 from policy_bridge.session import Session
 from policy_bridge.stats import Counters
@@ -51,8 +51,7 @@ class Windows:
         self._numbers = itertools.count()
 
     def _take(self, sample: Sample, priority: int) -> bool:
-        # Its block is assembled in memory that the next one uses again.
-        self.samples.append(Sample(sample.header, sample.block.clone()))
+        self.samples.append(sample)
         return True
 
     def open(self, **changes: Any) -> Capture:
@@ -143,9 +142,9 @@ class Streams:
         monkeypatch.setattr(torch.cuda, "Event", self._event)
 
     def copier(self) -> Copier:
-        """One that chooses and copies in a thread of its own; its staging memory is not pinned."""
+        """One that chooses and copies in a thread of its own; its memory is not pinned."""
         made = Copier(torch.device("cuda"))
-        made.staging = Staging()
+        made.pinned = False
         return made
 
     def note(self, what: str) -> None:
