@@ -121,6 +121,12 @@ def ship(bridge: PolicyBridge, model: torch.nn.Module, data: dict[str, torch.Ten
         )
 
 
+def deliver(bridge: PolicyBridge, model: torch.nn.Module, data: dict[str, torch.Tensor]) -> None:
+    """``ship``, and wait until everything was acknowledged or shed."""
+    ship(bridge, model, data)
+    assert bridge.flush(DEADLINE)
+
+
 @pytest.fixture
 def rollouts() -> Iterator[Rollouts]:
     """Two rollout servers."""

@@ -18,7 +18,7 @@ from slipstream.errors import RefusedError
 from slipstream.tensors import bytes_of, frame_chunk, spec_of
 from slipstream.v1 import draft_trainer_pb2 as pb
 
-from .conftest import Connect, batch, ship, sync
+from .conftest import Connect, batch, deliver, ship, sync
 from .doubles import DEADLINE, FakeTrainer
 
 
@@ -162,14 +162,12 @@ def test_samples_of_a_version_that_the_lead_announces_too_late_are_shed_and_late
 ) -> None:
     lead, other = (connect(seed=seed, announce_seconds=0.5) for seed in range(2))
     sync(other, 1, lead=False)
-    ship(other, model, batch((9, 7)))
-    assert other.flush(DEADLINE)
+    deliver(other, model, batch((9, 7)))
     assert other.stats().shed == {"policy_refused": 2}
     assert "lead" in other.stats().last_error
     sync(lead, 1)
     trainer.wait_for(lambda: 1 in trainer.tensors)
-    ship(other, model, batch((9, 7)))
-    assert other.flush(DEADLINE)
+    deliver(other, model, batch((9, 7)))
     assert other.stats().shed == {"policy_refused": 2}
     assert len(trainer.samples) == 2
 
@@ -179,19 +177,16 @@ def test_a_version_that_the_lead_never_announces_does_not_hide_the_next(
 ) -> None:
     lead, other = (connect(seed=seed, announce_seconds=0.5) for seed in range(2))
     sync(other, 1, lead=False)
-    ship(other, model, batch((9, 7)))
-    assert other.flush(DEADLINE)
+    deliver(other, model, batch((9, 7)))
     asked = trainer.events.count(("refused", 1))
     sync(other, 2, lead=False)
-    ship(other, model, batch((9, 7)))
-    assert other.flush(DEADLINE)
+    deliver(other, model, batch((9, 7)))
     assert other.stats().shed == {"policy_refused": 4}
     assert trainer.events.count(("refused", 1)) == asked
     sync(lead, 3)
     trainer.wait_for(lambda: 3 in trainer.tensors)
     sync(other, 3, lead=False)
-    ship(other, model, batch((9, 7)))
-    assert other.flush(DEADLINE)
+    deliver(other, model, batch((9, 7)))
     assert other.stats().accepted == 2 and trainer.events.count(("refused", 1)) == asked
 
 
@@ -233,6 +228,5 @@ def test_a_sync_without_device_memory_costs_a_version(
     stats = bridge.stats()
     assert stats.captures_skipped == 1 and "memory" in stats.capture_off_reason
     sync(bridge, 2)
-    ship(bridge, model, batch((9, 7)))
-    assert bridge.flush(DEADLINE)
+    deliver(bridge, model, batch((9, 7)))
     assert bridge.stats().accepted == 2

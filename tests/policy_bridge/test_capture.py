@@ -8,7 +8,7 @@ import torch
 from policy_bridge import ModulePaths, PolicyBridge
 from slipstream.v1 import draft_trainer_pb2 as pb
 
-from .conftest import HIDDEN, Connect, batch, make_model, ship
+from .conftest import HIDDEN, Connect, batch, deliver, make_model, ship
 from .doubles import DEADLINE, FakeTrainer
 
 LAYERS = (2, 4, 5)
@@ -32,8 +32,7 @@ def test_states_equal_the_models_own(
         hidden = model(**inputs, output_hidden_states=True).hidden_states
     hook.remove()
     bridge = connect(model=model, version=1)
-    ship(bridge, model, data)
-    assert bridge.flush(DEADLINE)
+    deliver(bridge, model, data)
     assert len(trainer.samples) == 3
     samples = by_tokens(trainer)
     for row in range(3):
@@ -55,8 +54,7 @@ def test_layer_zero_is_the_embeddings(trainer: FakeTrainer, connect: Connect) ->
     model, data = make_model(), batch((6,))
     trainer.layers = (0, 7)
     bridge = connect(model=model, version=1)
-    ship(bridge, model, data)
-    assert bridge.flush(DEADLINE)
+    deliver(bridge, model, data)
     (sample,) = trainer.samples.values()
     with torch.no_grad():
         hidden = model(data["input_ids"], output_hidden_states=True).hidden_states
@@ -86,8 +84,7 @@ def test_a_fused_loss_is_captured_at_the_final_norm(trainer: FakeTrainer, connec
 def test_states_dtype_casts_what_is_shipped(trainer: FakeTrainer, connect: Connect) -> None:
     model, data = make_model(), batch((9,))
     bridge = connect(model=model, states_dtype="bfloat16", version=1)
-    ship(bridge, model, data)
-    assert bridge.flush(DEADLINE)
+    deliver(bridge, model, data)
     (sample,) = trainer.samples.values()
     with torch.no_grad():
         final = model.model(data["input_ids"]).last_hidden_state[0]
@@ -126,8 +123,7 @@ def test_bfloat16_logits_are_rounded_as_the_policy_rounds_them(
 ) -> None:
     model, data = make_model(torch.bfloat16), batch((40,))
     bridge = connect(model=model, version=1)
-    ship(bridge, model, data)
-    assert bridge.flush(DEADLINE)
+    deliver(bridge, model, data)
     (sample,) = trainer.samples.values()
     with torch.no_grad():
         logits = model(data["input_ids"]).logits[0, :-1]

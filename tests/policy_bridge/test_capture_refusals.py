@@ -16,7 +16,7 @@ from policy_bridge.model import WeightWatch
 from slipstream.errors import RefusedError
 from slipstream.sampling import sampling_of
 
-from .conftest import Connect, batch, make_model, ship, sync
+from .conftest import Connect, batch, deliver, make_model, ship, sync
 from .doubles import DEADLINE, FakeTrainer
 from .windows import hooks_on
 
@@ -69,8 +69,7 @@ def test_states_of_a_policy_that_moved_are_not_shipped(
     ship(bridge, model, data)
     assert bridge.stats().shed == {"policy_moved": 2}
     sync(bridge, 2)
-    ship(bridge, model, data)
-    assert bridge.flush(DEADLINE)
+    deliver(bridge, model, data)
     assert {s.policy_version for s in trainer.samples.values()} == {2}
     bridge.close()
     assert not _global_optimizer_pre_hooks
@@ -83,8 +82,7 @@ def test_steps_of_another_models_optimizer_do_not_count(
     bridge = connect(model=model, version=1)
     critic(data["input_ids"]).logits.sum().backward()
     torch.optim.AdamW(critic.parameters(), fused=True).step()
-    ship(bridge, model, data)
-    assert bridge.flush(DEADLINE)
+    deliver(bridge, model, data)
     assert len(trainer.samples) == 2
 
 
@@ -166,8 +164,7 @@ def test_bad_calls_are_refused_by_field(trainer: FakeTrainer, connect: Connect) 
     with pytest.raises(RefusedError, match="temperature"):
         bridge.capture(temperature=0.0)
     sync(bridge, 2)
-    ship(bridge, model, data)
-    assert bridge.flush(DEADLINE)
+    deliver(bridge, model, data)
     assert len(trainer.samples) == 2
 
 
@@ -211,8 +208,7 @@ def test_sampling_parameters_travel_with_the_samples(
     with torch.no_grad(), bridge.capture(sampling=given) as capture:
         model(data["input_ids"])
         capture.ship(**data)
-    ship(bridge, model, data)
-    assert bridge.flush(DEADLINE)
+    deliver(bridge, model, data)
     first, *_, last = trainer.samples.values()
     assert (first.sampling.top_p, first.sampling.min_p) == pytest.approx((0.8, 0.05))
     assert (first.sampling.top_k, first.sampling.HasField("repetition_penalty")) == (0, True)

@@ -20,7 +20,7 @@ from policy_bridge.copier import JOBS, Copier
 from policy_bridge.selection import Spent, bytes_per_token
 from slipstream.errors import RefusedError
 
-from .conftest import Connect, batch, make_model, ship
+from .conftest import Connect, batch, deliver, make_model
 from .doubles import DEADLINE, FakeTrainer
 from .test_models import qwen3
 from .windows import LAYERS, Batch, Streams, Windows, hold
@@ -367,8 +367,7 @@ def test_weights_that_are_gone_when_they_are_needed_cost_the_window(
     assert stats.capture_off_reason.startswith("lm_head.weight: found on meta, expected on cpu")
     assert (stats.captures_refused, stats.chosen_samples) == (1, 2 if "choice" in when else 0)
     model.lm_head.weight = weight
-    ship(bridge, model, data)
-    assert bridge.flush(DEADLINE)
+    deliver(bridge, model, data)
     assert bridge.stats().accepted == 2
 
 

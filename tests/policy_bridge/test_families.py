@@ -24,7 +24,17 @@ from slipstream.errors import RefusedError
 from slipstream.sampling import LogitForm
 from slipstream.v1 import tensor_pb2
 
-from .conftest import HIDDEN, VOCAB, Connect, Rollouts, addresses, batch, make_model, ship, sync
+from .conftest import (
+    HIDDEN,
+    VOCAB,
+    Connect,
+    Rollouts,
+    addresses,
+    batch,
+    deliver,
+    make_model,
+    sync,
+)
 from .doubles import DEADLINE, FakeTrainer
 from .families import FAMILIES, make, masses, outcome
 from .test_models import qwen3_moe
@@ -258,8 +268,7 @@ def test_a_bias_is_announced_with_its_version(trainer: FakeTrainer, connect: Con
     with torch.no_grad():
         model.lm_head.bias.mul_(2.0)
     sync(bridge, 2)
-    ship(bridge, model, batch((9,)))
-    assert bridge.flush(DEADLINE)
+    deliver(bridge, model, batch((9,)))
     assert trainer.specs[-1].lm_head_bias
     assert trainer.chunks_sent[2] == {"lm_head.bias"}
     assert torch.equal(trainer.tensors[2]["lm_head.bias"], model.lm_head.bias[trainer.vocab_ids])

@@ -12,7 +12,7 @@ from slipstream.v1 import draft_trainer_pb2 as pb
 from tests.scraping import of, scrape, value
 from tests.waiting import until
 
-from .conftest import Connect, batch, make_model, ship, sync
+from .conftest import Connect, batch, deliver, make_model, sync
 from .doubles import DEADLINE, FakeTrainer
 
 B = "slipstream_bridge_"
@@ -26,8 +26,7 @@ def test_a_bridge_that_ships(trainer: FakeTrainer, connect: Connect) -> None:
     assert of(empty, B + "last_sync_seconds") == {}
     assert of(empty, B + "shed_samples_total")["outbox_full",] == 0
     sync(bridge, 3)
-    ship(bridge, model, batch((10, 10)))
-    assert bridge.flush(DEADLINE)
+    deliver(bridge, model, batch((10, 10)))
     until(lambda: bridge.stats().sent_bytes > 0)
     samples, stats = scrape(BridgeCollector(bridge)), bridge.stats()
     assert value(samples, B + "connected") == 1
@@ -110,8 +109,7 @@ def test_one_flat_dictionary_holds_the_bridges_numbers_and_the_trainers(
     asked = bridge._status._asked
     assert asked is not None
     asked.exception(DEADLINE)
-    ship(bridge, model, batch((10, 10)))
-    assert bridge.flush(DEADLINE)
+    deliver(bridge, model, batch((10, 10)))
     found = bridge.metrics()
     assert found["bridge/accepted"] == 2
     assert found["trainer/train_steps"] == 7 and found["trainer/loss"] == 1.5

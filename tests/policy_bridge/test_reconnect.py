@@ -14,7 +14,7 @@ from policy_bridge.capture import NullCapture
 from slipstream.errors import RefusedError, StatusCode
 from tests.waiting import until
 
-from .conftest import Connect, batch, make_model, ship, sync
+from .conftest import Connect, batch, deliver, make_model, ship, sync
 from .doubles import DEADLINE, BlackHole, FakeTrainer
 
 
@@ -56,8 +56,7 @@ def test_a_trainer_that_lost_everything_is_told_again(
     with fresh.serve(port):
         assert bridge.flush(DEADLINE)
         sync(bridge, 2)
-        ship(bridge, model, data)
-        assert bridge.flush(DEADLINE)
+        deliver(bridge, model, data)
     assert fresh.received[:3] == trainer.received
     assert fresh.chunks_sent[1] == {"lm_head.weight", "embed_tokens.weight"}
     assert bridge.stats().accepted == 6
@@ -121,8 +120,7 @@ def test_another_draft_after_a_restart_sheds_what_no_longer_fits(
         other.wait_for(lambda: other.sessions == 1)
         assert isinstance(bridge.capture(), NullCapture)
         sync(bridge, 2)
-        ship(bridge, model, data)
-        assert bridge.flush(DEADLINE)
+        deliver(bridge, model, data)
     assert {tuple(s.header.aux_layers) for s in other.samples.values()} == {(1, 3, 6)}
 
 
@@ -145,8 +143,7 @@ def test_an_absent_trainer_leaves_null_windows_until_it_comes(
         # Nobody copied version 1's matrices while no trainer said which rows it wants.
         assert isinstance(bridge.capture(), NullCapture)
         sync(bridge, 2)
-        ship(bridge, model, data)
-        assert bridge.flush(DEADLINE)
+        deliver(bridge, model, data)
     assert len(trainer.samples) == 3
 
 
@@ -165,8 +162,7 @@ def test_a_resumed_job_that_starts_before_its_trainer_is_told_of_newer_versions(
         ship(bridge, model, data)
         assert "policy_version: found 4, expected > 7" in bridge.stats().capture_off_reason
         sync(bridge, 8)
-        ship(bridge, model, data)
-        assert bridge.flush(DEADLINE)
+        deliver(bridge, model, data)
     assert [sample.policy_version for sample in trainer.samples.values()] == [8]
 
 
@@ -177,14 +173,12 @@ def test_a_resumed_job_at_the_version_that_its_trainer_knows_is_compared_with_it
     connect(model=model, version=7)
     trainer.wait_for(lambda: 7 in trainer.tensors)
     same = connect(model=model, version=7)
-    ship(same, model, data)
-    assert same.flush(DEADLINE)
+    deliver(same, model, data)
     assert (same.stats().accepted, same.stats().announced) == (1, 1)
     with torch.no_grad():
         model.lm_head.weight.mul_(2.0)
     other = connect(model=model, version=7)
-    ship(other, model, data)
-    assert other.flush(DEADLINE)
+    deliver(other, model, data)
     assert "policy_version" in other.stats().last_error
     # By whichever comes first, the sample or the refusal.
     assert other.stats().shed in ({"policy_refused": 1}, {"policy_not_announced": 1})

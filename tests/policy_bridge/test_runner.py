@@ -14,7 +14,7 @@ from policy_bridge.copier import JOBS, Copier
 from policy_bridge.extraction import gather_into
 from slipstream.errors import RefusedError
 
-from .conftest import Connect, batch, make_model, ship
+from .conftest import Connect, batch, deliver, make_model, ship
 from .doubles import DEADLINE, FakeTrainer
 from .windows import Streams, hold
 
@@ -280,8 +280,7 @@ def test_two_refusals_of_one_window_cost_it_and_not_the_loop(
     hook.remove()
     held.set()
     assert bridge.flush(DEADLINE)
-    ship(bridge, model, data)
-    assert bridge.flush(DEADLINE)
+    deliver(bridge, model, data)
     stats = bridge.stats()
     assert (stats.captures_refused, stats.accepted, stats.capture_off_reason) == (1, 1, "")
 
@@ -296,12 +295,10 @@ def test_a_device_without_memory_costs_the_window_and_not_the_run(
     bridge = connect(model=model, strict=True, version=1)
     for name in ("without_logits", "fill"):
         monkeypatch.setattr(capture, name, full)
-        ship(bridge, model, data)
-        assert bridge.flush(DEADLINE)
+        deliver(bridge, model, data)
         monkeypatch.undo()
     assert bridge.stats().shed == {"device_memory": 4}
-    ship(bridge, model, data)
-    assert bridge.flush(DEADLINE)
+    deliver(bridge, model, data)
     assert bridge.stats().accepted == 2
 
 

@@ -18,7 +18,7 @@ from policy_bridge.selection import (
 )
 from slipstream.sample import Sample
 
-from .conftest import HIDDEN, Connect, batch, make_model, ship, sync
+from .conftest import HIDDEN, Connect, batch, deliver, make_model, ship, sync
 from .doubles import DEADLINE, FakeTrainer
 from .test_models import qwen3
 from .windows import Windows
@@ -108,8 +108,7 @@ def test_the_budget_bounds_what_is_shipped(trainer: FakeTrainer, connect: Connec
     token = bytes_per_token(3, HIDDEN, torch.float32)
     assert token == 4 * HIDDEN * 4 + 21
     bridge = connect(model=model, bytes_per_step=35 * token, version=1)
-    ship(bridge, model, data)
-    assert bridge.flush(DEADLINE)
+    deliver(bridge, model, data)
     stats = bridge.stats()
     assert (stats.chosen_samples, stats.chosen_tokens, stats.not_chosen_samples) == (3, 30, 9)
     assert stats.captured_tokens == 120
@@ -127,8 +126,7 @@ def test_a_trainer_that_does_not_train_is_sent_what_it_has_a_use_for(
         sync(bridge, version)
         before = len(trainer.samples)
         trainer.wanted_tokens = wanted
-        ship(bridge, model, data)
-        assert bridge.flush(DEADLINE)
+        deliver(bridge, model, data)
         assert len(trainer.samples) - before == more, "each answer holds from then on"
 
 
@@ -139,15 +137,14 @@ def test_what_a_trainer_has_a_use_for_is_known_when_its_stream_is_opened_again(
     trainer.wanted_tokens = 45
     server = trainer.serve()
     bridge = connect(server.address, model=model, version=1)
-    ship(bridge, model, data)
-    assert bridge.flush(DEADLINE) and len(trainer.samples) == 12
+    deliver(bridge, model, data)
+    assert len(trainer.samples) == 12
     server.kill()
     with trainer.serve(server.port):
         trainer.wait_for(lambda: trainer.sessions == 2)
         assert bridge.wait_connected(DEADLINE)
         sync(bridge, 2)
-        ship(bridge, model, data)
-        assert bridge.flush(DEADLINE)
+        deliver(bridge, model, data)
     assert len(trainer.samples) == 12 + 4
 
 
@@ -160,8 +157,7 @@ def test_what_a_trainer_has_a_use_for_is_of_all_windows_of_a_version(
     for version in (1, 2):
         sync(bridge, version)
         for _ in range(7):
-            ship(bridge, model, data)
-            assert bridge.flush(DEADLINE)
+            deliver(bridge, model, data)
     assert [sample.policy_version for sample in trainer.samples.values()] == [1] * 4 + [2] * 4
     assert (bridge.stats().captures, bridge.stats().captures_skipped) == (8, 6)
 
@@ -205,8 +201,7 @@ def test_long_sequences_arrive_as_windows(trainer: FakeTrainer, connect: Connect
     trainer.max_tokens = 16
     model, data = make_model(), batch((40,), "left")
     bridge = connect(model=model, version=1)
-    ship(bridge, model, data)
-    assert bridge.flush(DEADLINE)
+    deliver(bridge, model, data)
     ids, targets = data["input_ids"][0].tolist(), []
     for sample in trainer.samples.values():
         positions = trainer.tensor(sample, "positions").tolist()

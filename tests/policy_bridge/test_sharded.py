@@ -29,7 +29,7 @@ from policy_bridge.sync import policy_tensors
 from slipstream.errors import RefusedError
 from slipstream.sampling import LogitForm
 
-from .conftest import HIDDEN, VOCAB, Connect, batch, make_model, ship, sync
+from .conftest import HIDDEN, VOCAB, Connect, batch, deliver, make_model, ship, sync
 from .doubles import DEADLINE, FakeTrainer
 from .test_models import check_states, qwen3, qwen3_moe
 from .test_peft import adapted
@@ -150,8 +150,7 @@ def test_a_tensor_parallel_lm_head_turns_capture_off(
     model, data = make_model(), batch((9, 5))
     parallelize_module(model, init_device_mesh("cpu", (1,)), {"lm_head": style})
     bridge = connect(model=model, version=1)
-    ship(bridge, model, data)
-    assert bridge.flush(DEADLINE)
+    deliver(bridge, model, data)
     assert bridge.stats().capture_off_reason.startswith("model: found a DTensor")
     assert hooks_on(model) == hooks_on(model.model) + 2  # those of the parallel style
     # It is the policy itself: no later window tries again.
@@ -216,8 +215,7 @@ def test_a_rank_without_memory_to_gather_ends_the_sync(
         with pytest.raises(MemoryError, match="free memory before it"):
             sync(bridge, 1)
     sync(bridge, 1)
-    ship(bridge, model, batch((9, 7)))
-    assert bridge.flush(DEADLINE)
+    deliver(bridge, model, batch((9, 7)))
     assert bridge.stats().accepted == 2
 
 

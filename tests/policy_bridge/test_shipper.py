@@ -18,7 +18,7 @@ from slipstream.v1 import draft_trainer_pb2 as pb
 from slipstream.v1 import draft_trainer_pb2_grpc as pb_grpc
 from tests.waiting import until
 
-from .conftest import Connect, batch, make_model, ship, sync
+from .conftest import Connect, batch, deliver, make_model, ship, sync
 from .doubles import DEADLINE, FakeTrainer, Server
 
 # One sample of batch((10,)): 10 tokens of 4 states of 32 float32.
@@ -103,8 +103,7 @@ def test_credits_are_never_overdrawn(trainer: FakeTrainer, connect: Connect) -> 
     model, data = make_model(), batch((10,) * 8)
     trainer.credit = 2 * SAMPLE_BYTES  # One message with its overhead, not two.
     bridge = connect(model=model, version=1)
-    ship(bridge, model, data)
-    assert bridge.flush(DEADLINE)
+    deliver(bridge, model, data)
     assert trainer.overdrawn == 0
     assert len(trainer.samples) == 8
 
@@ -115,8 +114,7 @@ def test_a_sample_larger_than_the_trainers_window_does_not_block_the_others(
     model = make_model()
     trainer.credit = 2 * SAMPLE_BYTES
     bridge = connect(model=model, stall_seconds=0.3, version=1)
-    ship(bridge, model, batch((40, 10, 10)))
-    assert bridge.flush(DEADLINE)
+    deliver(bridge, model, batch((40, 10, 10)))
     assert bridge.stats().shed == {"no_credit": 1}
     assert len(trainer.samples) == 2
     assert trainer.overdrawn == 0
@@ -162,8 +160,7 @@ def test_refusals_are_counted_by_field_and_the_stream_goes_on(
         RefusedError("token_ids", 7, 10, "send ten") if s.token_ids.shape[0] == 7 else None
     )
     bridge = connect(model=model, version=1)
-    ship(bridge, model, data)
-    assert bridge.flush(DEADLINE)
+    deliver(bridge, model, data)
     stats = bridge.stats()
     assert (stats.accepted, stats.refused) == (2, 2)
     assert stats.refused_by_field == {"token_ids": 2}
@@ -207,8 +204,7 @@ def test_a_mistake_in_the_bridges_own_thread_costs_samples_not_the_run(
     monkeypatch.setattr("policy_bridge.connection.Connection._send_batch", mistake)
     model, data = make_model(), batch((10, 10))
     bridge = connect(model=model, strict=strict, version=1)
-    ship(bridge, model, data)
-    assert bridge.flush(DEADLINE)
+    deliver(bridge, model, data)
     assert not bridge.wait_connected(DEADLINE)
     assert bridge.stats().shed == {"shipper_died": 2}
     assert "see the log" in bridge.stats().last_error

@@ -13,7 +13,7 @@ from policy_bridge.capture import Capture, NullCapture
 from policy_bridge.stats import Counters
 from slipstream.errors import RefusedError
 
-from .conftest import Connect, batch, make_model, ship, sync
+from .conftest import Connect, batch, deliver, make_model, ship, sync
 from .doubles import DEADLINE, FakeTrainer
 
 Spoil = Callable[[torch.nn.Module, dict[str, torch.Tensor], Capture], None]
@@ -90,8 +90,7 @@ def test_a_call_that_does_not_fit_costs_its_window(
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
     assert bridge.flush(DEADLINE) and not trainer.samples
     # The next window is sound: the reason is gone.
-    ship(bridge, model, data)
-    assert bridge.flush(DEADLINE)
+    deliver(bridge, model, data)
     assert len(trainer.samples) == 2
     assert bridge.stats().capture_off_reason == ""
 
@@ -130,8 +129,8 @@ def test_numbers_of_sequences_that_are_none_cost_their_window(
         run(model, data, capture, **{field: value})  # type: ignore[arg-type]
     assert bridge.flush(DEADLINE) and not trainer.samples
     assert bridge.stats().capture_off_reason.startswith(f"{field}: found")
-    ship(bridge, model, data)
-    assert bridge.flush(DEADLINE) and len(trainer.samples) == 2
+    deliver(bridge, model, data)
+    assert len(trainer.samples) == 2
 
 
 @pytest.mark.parametrize("strict", [False, True])
@@ -151,8 +150,7 @@ def test_a_version_that_goes_backwards_turns_capture_off_until_one_rises(
     ship(bridge, model, data)
     assert isinstance(bridge.capture(), NullCapture)
     sync(bridge, 6)
-    ship(bridge, model, data)
-    assert bridge.flush(DEADLINE)
+    deliver(bridge, model, data)
     assert {s.policy_version for s in trainer.samples.values()} == {6}
     assert bridge.stats().capture_off_reason == ""
 
@@ -213,8 +211,7 @@ def test_a_run_that_the_trainer_refuses_turns_capture_off_until_it_takes_it(
     trainer.refuse_run = None
     assert bridge.wait_connected(DEADLINE)
     sync(bridge, 2)
-    ship(bridge, model, data)
-    assert bridge.flush(DEADLINE)
+    deliver(bridge, model, data)
     assert len(trainer.samples) == 1
     assert bridge.stats().capture_off_reason == ""
 
@@ -228,15 +225,13 @@ def test_samples_that_are_all_refused_stop_until_the_next_version(
     trainer.refuse = lambda _: bad[0] if bad else None
     bridge = connect(model=model, version=1)
     for _ in range(3):
-        ship(bridge, model, data)
-        assert bridge.flush(DEADLINE)
+        deliver(bridge, model, data)
     stats = bridge.stats()
     assert (stats.refused, stats.captures, stats.captures_skipped) == (16, 2, 1)
     assert "samples.aux_hidden_states: found 16 samples" in stats.capture_off_reason
     bad.clear()
     sync(bridge, 2)
-    ship(bridge, model, data)
-    assert bridge.flush(DEADLINE)
+    deliver(bridge, model, data)
     assert bridge.stats().accepted == 8
     assert bridge.stats().capture_off_reason == ""
 
