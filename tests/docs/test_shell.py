@@ -26,9 +26,7 @@ from typing import Any
 
 import grpc
 import pytest
-import torch
 from safetensors.torch import load_file, save_file
-from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from draft_trainer.releases.registry import Registry, promote_offline
 from examples.arithmetic_grpo.make_mtp import policy_with_mtp
@@ -39,6 +37,7 @@ from tests.completions_server import Completions, choice, serving
 from tests.docs.programs import write_clients
 from tests.draft_trainer.registry_rig import create
 from tests.draft_trainer.rig import make_config, running
+from tests.tiny import tiny_qwen3
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = ROOT / "examples" / "arithmetic_grpo"
@@ -146,18 +145,7 @@ class Answers(Completions):
 
 def random_policy(folder: Path, vocab: int) -> None:
     """A policy that computes next to nothing, with the example's tokenizer."""
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=vocab,
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=10,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=8,
-        tie_word_embeddings=False,
-    )
-    Qwen3ForCausalLM(config).save_pretrained(folder)
+    tiny_qwen3(vocab_size=vocab, num_hidden_layers=10).save_pretrained(folder)
     for file in (EXAMPLE / "policy").glob("tokenizer*"):
         shutil.copy(file, folder)
 

@@ -6,10 +6,11 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import Qwen3ForCausalLM
 
 from policy_bridge import BridgeConfig, PolicyBridge
 from policy_bridge.copier import Copier
+from tests.tiny import tiny_qwen3
 
 from .doubles import DEADLINE, FakeRollout, FakeTrainer, Server
 from .windows import Streams
@@ -18,20 +19,10 @@ VOCAB, HIDDEN = 64, 32
 
 
 def make_model(dtype: torch.dtype = torch.float32, tied: bool = False) -> Qwen3ForCausalLM:
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=VOCAB,
-        hidden_size=HIDDEN,
-        intermediate_size=48,
-        num_hidden_layers=8,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=16,
-        max_position_embeddings=256,
-        tie_word_embeddings=tied,
-        initializer_range=0.2,
+    model = tiny_qwen3(
+        vocab_size=VOCAB, hidden_size=HIDDEN, num_hidden_layers=8, tie_word_embeddings=tied
     )
-    return Qwen3ForCausalLM(config).to(dtype).eval()
+    return model.to(dtype).eval()
 
 
 @pytest.fixture

@@ -18,8 +18,8 @@ from policy_bridge.session import PolicyMatrices
 from policy_bridge.sync import SyncWindow, policy_tensors
 from slipstream.errors import RefusedError
 from tests.policy_bridge.conftest import batch
-from tests.policy_bridge.test_models import qwen3
 from tests.policy_bridge.windows import Windows, assert_same_bits, gradients, session_of
+from tests.tiny import tiny_qwen3
 
 DEADLINE = timedelta(seconds=240)
 
@@ -30,7 +30,7 @@ def check_rank(rank: int, world: int, folder: Path) -> None:
         "gloo", init_method=f"file://{folder / 'rendezvous'}", rank=rank, world_size=world,
         timeout=DEADLINE,
     )  # fmt: skip
-    whole, model = qwen3(), qwen3()
+    whole, model = tiny_qwen3(), tiny_qwen3()
     mesh = init_device_mesh("cpu", (world,))
     for layer in model.model.layers:
         fully_shard(layer, mesh=mesh)

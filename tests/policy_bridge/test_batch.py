@@ -7,9 +7,9 @@ import torch
 
 from policy_bridge.selection import spans_of
 from slipstream.errors import RefusedError
+from tests.tiny import tiny_qwen3
 
 from .conftest import batch
-from .test_models import qwen3
 from .windows import LAYERS, Windows
 
 
@@ -59,7 +59,7 @@ def test_what_is_neither_is_refused(
 def test_a_packed_batch_is_captured_sequence_by_sequence() -> None:
     """Packed into one row, each sequence gets the states it has alone, and its own positions."""
     lengths = (9, 5, 12)
-    data, model = batch(lengths), qwen3().eval()
+    data, model = batch(lengths), tiny_qwen3().eval()
     rows = [data["input_ids"][row, :length] for row, length in enumerate(lengths)]
     packed = {
         "input_ids": torch.cat(rows)[None],

@@ -19,10 +19,10 @@ from policy_bridge.capture import Capture
 from policy_bridge.copier import JOBS, Copier
 from policy_bridge.selection import Spent, bytes_per_token
 from slipstream.errors import RefusedError
+from tests.tiny import tiny_qwen3
 
 from .conftest import Connect, batch, deliver, make_model
 from .doubles import DEADLINE, FakeTrainer
-from .test_models import qwen3
 from .windows import LAYERS, Batch, Streams, Windows, hold
 
 HIDDEN = 16
@@ -58,7 +58,7 @@ def tokens_of(windows: Windows) -> set[tuple[int, ...]]:
 
 @pytest.mark.parametrize("most", [3, 4])
 def test_thinned_passes_give_the_choice_that_whole_ones_give(copier: Copier, most: int) -> None:
-    model, data = qwen3().eval(), batch((ROW,) * 12)
+    model, data = tiny_qwen3().eval(), batch((ROW,) * 12)
     found = []
     for device_bytes in (1 << 30, 2 * most * STATES):
         windows = Windows(model, budget_bytes=4 * ROW * TOKEN)
@@ -82,7 +82,7 @@ def test_thinned_passes_give_the_choice_that_whole_ones_give(copier: Copier, mos
 
 
 def test_a_window_of_many_passes_holds_no_more_than_its_bound(copier: Copier) -> None:
-    model, data = qwen3().eval(), batch((ROW,) * 24)
+    model, data = tiny_qwen3().eval(), batch((ROW,) * 24)
     windows, alive = Windows(model, budget_bytes=2 * ROW * TOKEN), []
     kept: list[weakref.ref[torch.Tensor]] = []
 
@@ -105,7 +105,7 @@ def test_a_window_of_many_passes_holds_no_more_than_its_bound(copier: Copier) ->
 
 
 def test_what_is_thinned_out_goes_with_a_window_that_fails(copier: Copier) -> None:
-    model, data = qwen3().eval(), batch((ROW,) * 6)
+    model, data = tiny_qwen3().eval(), batch((ROW,) * 6)
     windows = Windows(model)
     with pytest.raises(KeyError), windows.open(copier=copier, device_bytes=2 * STATES) as capture:
         run(capture, model, data, rows=1)
@@ -117,7 +117,7 @@ def test_what_is_thinned_out_goes_with_a_window_that_fails(copier: Copier) -> No
 def test_a_window_that_fails_while_its_passes_are_thinned_out_ends_no_thread(
     side: Copier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, data = qwen3().eval(), batch((ROW,) * 4)
+    model, data = tiny_qwen3().eval(), batch((ROW,) * 4)
     windows, nbytes = Windows(model), extraction.Record.nbytes.fget  # type: ignore[attr-defined]
     with windows.open(copier=side, device_bytes=4 * STATES) as capture:
 
@@ -133,7 +133,7 @@ def test_a_window_that_fails_while_its_passes_are_thinned_out_ends_no_thread(
 
 
 def test_what_is_kept_goes_with_a_choice_that_comes_too_late(side: Copier) -> None:
-    model, data = qwen3().eval(), batch((ROW,) * 2)
+    model, data = tiny_qwen3().eval(), batch((ROW,) * 2)
     windows = Windows(model)
     with windows.open(copier=side, device_bytes=2 * STATES) as capture:
         run(capture, model, data, rows=2)
@@ -147,7 +147,7 @@ def test_what_is_kept_goes_with_a_choice_that_comes_too_late(side: Copier) -> No
 
 
 def test_passes_are_shed_while_the_copies_are_behind(side: Copier) -> None:
-    model, data = qwen3().eval(), batch((ROW,) * 4)
+    model, data = tiny_qwen3().eval(), batch((ROW,) * 4)
     windows = Windows(model)
     go_on = hold(side)
     with windows.open(copier=side, device_bytes=4 * STATES, forwards=4) as capture:
@@ -162,7 +162,7 @@ def test_passes_are_shed_while_the_copies_are_behind(side: Copier) -> None:
 
 
 def test_a_choice_that_comes_late_is_from_what_is_left(side: Copier) -> None:
-    model, data = qwen3().eval(), batch((ROW,) * 2)
+    model, data = tiny_qwen3().eval(), batch((ROW,) * 2)
     windows, spent = Windows(model, budget_bytes=3 * ROW * TOKEN), Spent()
     go_on = hold(side)
     for _ in range(2):
@@ -179,7 +179,7 @@ def test_a_choice_that_comes_late_is_from_what_is_left(side: Copier) -> None:
 def test_without_memory_for_the_copies_the_window_goes_on(
     copier: Copier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, data = qwen3().eval(), batch((ROW,) * 4)
+    model, data = tiny_qwen3().eval(), batch((ROW,) * 4)
     windows = Windows(model)
     with windows.open(copier=copier, device_bytes=2 * STATES) as capture:
         with monkeypatch.context() as full:
@@ -194,7 +194,7 @@ def test_without_memory_for_the_copies_the_window_goes_on(
 def test_passes_that_go_with_one_that_finds_no_memory_are_counted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    model, data = qwen3().eval(), batch((9, 7))
+    model, data = tiny_qwen3().eval(), batch((9, 7))
     windows = Windows(model)
     with windows.open() as capture:
         run(capture, model, data)
@@ -210,7 +210,7 @@ def _out_of_memory(*_: object, **__: object) -> None:
 
 
 def test_a_hook_without_memory_does_not_end_the_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, data = qwen3().eval(), batch((9, 7))
+    model, data = tiny_qwen3().eval(), batch((9, 7))
     windows = Windows(model)
     with windows.open() as capture:
         with monkeypatch.context() as full:
@@ -224,7 +224,7 @@ def test_a_hook_without_memory_does_not_end_the_pass(monkeypatch: pytest.MonkeyP
 
 
 def test_what_the_loop_uses_again_is_copied_on_a_device(side: Copier) -> None:
-    model, data = qwen3().eval(), batch((9, 7))
+    model, data = tiny_qwen3().eval(), batch((9, 7))
     given: dict[str, torch.Tensor] = {
         **data,
         "position_ids": torch.arange(9).repeat(2, 1),
@@ -254,7 +254,7 @@ def test_what_the_loop_uses_again_is_copied_on_a_device(side: Copier) -> None:
 
 
 def test_what_the_loop_uses_again_within_a_window_is_copied_on_a_host() -> None:
-    model, data = qwen3().eval(), batch((9, 7))
+    model, data = tiny_qwen3().eval(), batch((9, 7))
     windows, own = Windows(model), {key: value.clone() for key, value in data.items()}
     with torch.no_grad(), windows.open() as capture:
         model(own["input_ids"], attention_mask=own["attention_mask"])
@@ -270,7 +270,7 @@ def test_what_the_loop_uses_again_within_a_window_is_copied_on_a_host() -> None:
 def test_log_probs_are_computed_for_the_chosen_alone_and_of_unmoved_weights(
     side: Copier, monkeypatch: pytest.MonkeyPatch, moved: bool
 ) -> None:
-    model, data = qwen3().eval(), batch((9,) * 8)
+    model, data = tiny_qwen3().eval(), batch((9,) * 8)
     windows = Windows(model, budget_bytes=2 * 9 * TOKEN)
     rows: list[int] = []
     with torch.no_grad():
@@ -315,7 +315,7 @@ def _counting(rows: list[int]) -> object:
 
 def test_a_loss_that_was_stepped_on_inside_the_window_ships_nothing_wrong() -> None:
     """On a host log Z is computed at the window's end: after the step it would be another's."""
-    model, data = qwen3().eval(), batch((9, 7))
+    model, data = tiny_qwen3().eval(), batch((9, 7))
     windows = Windows(model)
     with windows.open() as capture:
         run(capture, model, data)
@@ -332,7 +332,7 @@ def offloaded(model: torch.nn.Module) -> None:
 
 
 def test_numbers_come_from_the_logits_of_a_pass_whose_weights_are_gone(copier: Copier) -> None:
-    model, data = qwen3().eval(), batch((9, 7))
+    model, data = tiny_qwen3().eval(), batch((9, 7))
     found = []
     for gone in (False, True):
         windows = Windows(model)
@@ -398,7 +398,7 @@ def test_states_are_copied_where_they_are_wherever_the_weights_were(
 
 
 def test_a_refusal_in_a_later_pass_lets_go_of_the_earlier_ones(copier: Copier) -> None:
-    model, data = qwen3().eval(), batch((ROW,) * 4)
+    model, data = tiny_qwen3().eval(), batch((ROW,) * 4)
     windows = Windows(model)
     with windows.open(copier=copier, device_bytes=2 * STATES) as capture:
         run(capture, model, data, rows=2)
@@ -410,7 +410,7 @@ def test_a_refusal_in_a_later_pass_lets_go_of_the_earlier_ones(copier: Copier) -
 
 
 def test_a_refusal_after_the_window_lets_go_of_what_it_kept(side: Copier) -> None:
-    model, data = qwen3().eval(), batch((ROW,) * 3)
+    model, data = tiny_qwen3().eval(), batch((ROW,) * 3)
     windows, refusals = Windows(model), list[RefusedError]()
     with windows.open(copier=side, device_bytes=2 * STATES, refuse=refusals.append) as capture:
         run(capture, model, {key: value[:2] for key, value in data.items()})
@@ -429,7 +429,7 @@ def test_a_refusal_after_the_window_lets_go_of_what_it_kept(side: Copier) -> Non
 
 
 def test_a_window_goes_without_the_cyclic_collector(copier: Copier) -> None:
-    model, data = qwen3().eval(), batch((9, 7))
+    model, data = tiny_qwen3().eval(), batch((9, 7))
     windows = Windows(model)
     gc.disable()
     try:

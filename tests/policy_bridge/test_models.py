@@ -14,8 +14,6 @@ from transformers import (
     MixtralConfig,
     MixtralForCausalLM,
     PreTrainedModel,
-    Qwen3Config,
-    Qwen3ForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
 )
@@ -24,33 +22,18 @@ from policy_bridge import ModulePaths
 from policy_bridge.model import find_modules
 from policy_bridge.sync import policy_tensors
 from slipstream.errors import RefusedError
+from tests.tiny import SIZES, tiny_qwen3
 
 from .conftest import VOCAB, batch
 from .families import make
 from .windows import LAYERS, Batch, Windows, assert_same_bits, gradients, hooks_on
 
-SIZES = {
-    "vocab_size": VOCAB,
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 8,
-    "max_position_embeddings": 64,
-    "initializer_range": 0.2,
-}
 MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
 
 
 def llama(**changes: object) -> PreTrainedModel:
     torch.manual_seed(0)
     return LlamaForCausalLM(LlamaConfig(**{**SIZES, **changes}))
-
-
-def qwen3(**changes: object) -> PreTrainedModel:
-    torch.manual_seed(0)
-    return Qwen3ForCausalLM(Qwen3Config(**{**SIZES, **changes}))
 
 
 def mixtral() -> PreTrainedModel:
@@ -65,12 +48,12 @@ def qwen3_moe(**changes: object) -> PreTrainedModel:
 
 
 def tied() -> PreTrainedModel:
-    return qwen3(tie_word_embeddings=True)
+    return tiny_qwen3(tie_word_embeddings=True)
 
 
 def checkpointed(reentrant: bool) -> Callable[[], PreTrainedModel]:
     def make() -> PreTrainedModel:
-        model = qwen3()
+        model = tiny_qwen3()
         model.gradient_checkpointing_enable({"use_reentrant": reentrant})
         return model
 
@@ -104,7 +87,7 @@ def check_states(windows: Windows, inner: PreTrainedModel, data: Batch) -> None:
 
 @pytest.mark.parametrize(
     "make",
-    [llama, qwen3, mixtral, qwen3_moe, tied, checkpointed(False), checkpointed(True)],
+    [llama, tiny_qwen3, mixtral, qwen3_moe, tied, checkpointed(False), checkpointed(True)],
 )
 def test_a_policy_is_captured_and_its_gradients_are_bit_identical(
     make: Callable[[], PreTrainedModel],
@@ -124,13 +107,13 @@ def test_a_policy_is_captured_and_its_gradients_are_bit_identical(
 
 
 def compiled_in_place(part: Callable[[PreTrainedModel], nn.Module]) -> nn.Module:
-    model = qwen3()
+    model = tiny_qwen3()
     part(model).compile(backend="eager")
     return model
 
 
 def compiled_forward() -> nn.Module:
-    model = qwen3()
+    model = tiny_qwen3()
     model.forward = torch.compile(model.forward, backend="eager")
     return model
 
@@ -138,7 +121,7 @@ def compiled_forward() -> nn.Module:
 @pytest.mark.parametrize(
     "make",
     [
-        lambda: torch.compile(qwen3(), backend="eager"),
+        lambda: torch.compile(tiny_qwen3(), backend="eager"),
         lambda: compiled_in_place(lambda model: model),
         lambda: compiled_in_place(lambda model: model.model),
         compiled_forward,
@@ -152,14 +135,14 @@ def test_a_policy_compiled_as_a_whole_is_refused_by_name(make: Callable[[], nn.M
 @pytest.mark.parametrize("in_place", [True, False])
 @pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune"])
 def test_layers_that_replay_cuda_graphs_are_refused_by_name(mode: str, in_place: bool) -> None:
-    model = qwen3()
+    model = tiny_qwen3()
     if in_place:
         model.model.layers[1].compile(mode=mode)
     else:
         model.model.layers[1] = torch.compile(model.model.layers[1], mode=mode)
     with pytest.raises(RefusedError, match=r"compiled with CUDA graphs.*no-cudagraphs"):
         find_modules(model, ModulePaths())
-    model.model.layers[1] = qwen3().model.layers[1]
+    model.model.layers[1] = tiny_qwen3().model.layers[1]
     model.model.layers[1].compile(mode="max-autotune-no-cudagraphs")
     find_modules(model, ModulePaths())
 
@@ -262,7 +245,7 @@ def test_plain_modules_are_named_by_path_and_may_be_compiled_one_by_one(
 )
 def test_a_path_that_does_not_resolve_is_refused_by_field(paths: ModulePaths, field: str) -> None:
     with pytest.raises(RefusedError) as refused:
-        find_modules(qwen3(), paths)
+        find_modules(tiny_qwen3(), paths)
     assert refused.value.field == field
 
 

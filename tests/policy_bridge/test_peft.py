@@ -9,16 +9,17 @@ import torch
 from policy_bridge.config import ModulePaths
 from policy_bridge.model import find_modules, stamp_of
 from slipstream.errors import RefusedError
+from tests.tiny import tiny_qwen3
 
 from .conftest import batch
-from .test_models import Windows, assert_same_bits, check_states, gradients, qwen3
+from .test_models import Windows, assert_same_bits, check_states, gradients
 
 
 def adapted(**settings: object) -> torch.nn.Module:
     """Rank 2; adapters that begin at random, so that they change what the policy computes."""
     config = peft.LoraConfig(r=2, init_lora_weights=False, **settings)
     torch.manual_seed(0)
-    return peft.get_peft_model(qwen3(), config)
+    return peft.get_peft_model(tiny_qwen3(), config)
 
 
 @pytest.mark.parametrize(

@@ -17,10 +17,10 @@ from policy_bridge.selection import (
     windows,
 )
 from slipstream.sample import Sample
+from tests.tiny import tiny_qwen3
 
 from .conftest import HIDDEN, Connect, batch, deliver, make_model, ship, sync
 from .doubles import DEADLINE, FakeTrainer
-from .test_models import qwen3
 from .windows import Windows
 
 
@@ -61,7 +61,7 @@ def test_the_choice_is_uniform() -> None:
 
 def test_the_order_of_the_choice_is_the_order_of_shedding() -> None:
     priorities: list[tuple[int, int]] = []
-    model, data = qwen3(), batch((9, 9, 9, 9))
+    model, data = tiny_qwen3(), batch((9, 9, 9, 9))
     lots = iter((0.3, 0.1, 0.4, 0.2))
 
     def offer(sample: Sample, priority: int) -> bool:

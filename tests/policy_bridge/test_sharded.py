@@ -28,10 +28,11 @@ from policy_bridge.session import PolicyMatrices
 from policy_bridge.sync import policy_tensors
 from slipstream.errors import RefusedError
 from slipstream.sampling import LogitForm
+from tests.tiny import tiny_qwen3
 
 from .conftest import HIDDEN, VOCAB, Connect, batch, deliver, make_model, ship, sync
 from .doubles import DEADLINE, FakeTrainer
-from .test_models import check_states, qwen3, qwen3_moe
+from .test_models import check_states, qwen3_moe
 from .test_peft import adapted
 from .windows import Batch, Windows, assert_same_bits, gradients, hooks_on, session_of
 
@@ -48,7 +49,7 @@ def one_rank(tmp_path: Path) -> Iterator[None]:
 
 
 def test_a_ddp_policy_is_looked_into(one_rank: None) -> None:
-    data, model = batch((9, 5, 12)), DistributedDataParallel(qwen3())
+    data, model = batch((9, 5, 12)), DistributedDataParallel(tiny_qwen3())
     plain = gradients(model, data, None)
     windows = Windows(model)
     assert_same_bits(plain, gradients(model, data, windows))
@@ -56,11 +57,11 @@ def test_a_ddp_policy_is_looked_into(one_rank: None) -> None:
     snapshot = PolicyMatrices(windows.modules).snapshot(session_of(windows.modules), 1)
     assert snapshot is not None
     assert torch.equal(snapshot.tensors["lm_head.weight"], model.module.lm_head.weight)
-    assert policy_tensors(model, "").keys() == qwen3().state_dict().keys()
+    assert policy_tensors(model, "").keys() == tiny_qwen3().state_dict().keys()
 
 
 def test_paths_name_modules_of_the_wrapper_or_of_what_it_wraps(one_rank: None) -> None:
-    model = DistributedDataParallel(qwen3())
+    model = DistributedDataParallel(tiny_qwen3())
     for prefix in ("", "module."):
         paths = ModulePaths(
             decoder_layers=f"{prefix}model.layers",
@@ -73,14 +74,14 @@ def test_paths_name_modules_of_the_wrapper_or_of_what_it_wraps(one_rank: None) -
 
 
 def test_what_cannot_be_captured_or_pushed_is_refused_by_name(one_rank: None) -> None:
-    model = qwen3()
+    model = tiny_qwen3()
     modules = find_modules(model, ModulePaths())
     fully_shard(model)
     with pytest.raises(RefusedError, match="sharded after the bridge was built"):
         PolicyMatrices(modules).snapshot(session_of(modules), 1)
     with pytest.raises(RefusedError, match="fully_shard"):
         find_modules(
-            FullyShardedDataParallel(qwen3(), device_id=torch.device("cpu")), ModulePaths()
+            FullyShardedDataParallel(tiny_qwen3(), device_id=torch.device("cpu")), ModulePaths()
         )
     with pytest.raises(RefusedError, match="merge the adapters"):
         policy_tensors(adapted(target_modules=["q_proj"]), "")
@@ -177,7 +178,7 @@ def test_a_policy_on_several_devices_turns_capture_off(
 
 
 def test_names_on_the_wire_are_the_policys_own() -> None:
-    model = qwen3()
+    model = tiny_qwen3()
     names = set(model.state_dict())
     for index, layer in enumerate(model.model.layers):
         model.model.layers[index] = torch.compile(layer, backend="eager")
@@ -191,7 +192,7 @@ def test_shards_are_gathered_where_the_ranks_can(
     one_rank: None, monkeypatch: pytest.MonkeyPatch, backends: str, device: str
 ) -> None:
     """As of a policy that is offloaded to the CPU, with NCCL alone or with gloo beside it."""
-    model = qwen3()
+    model = tiny_qwen3()
     fully_shard(model)
     monkeypatch.setattr(DeviceMesh, "device_type", "meta")
     monkeypatch.setattr(dist, "get_backend_config", lambda group: backends)
@@ -341,7 +342,7 @@ WRITES: dict[str, Callable[[torch.nn.Module], object]] = {
 
 @pytest.mark.parametrize("write", WRITES)
 def test_shards_that_are_written_without_a_step_have_moved(one_rank: None, write: str) -> None:
-    model, data = qwen3(), batch((9, 7))
+    model, data = tiny_qwen3(), batch((9, 7))
     fully_shard(model)
     moved = watched(find_modules(model, ModulePaths()).weights())
     for move in (torch.clone, torch.Tensor.cpu):  # as to another device, and where it is

@@ -15,10 +15,11 @@ from policy_bridge.copier import Copier
 from policy_bridge.extraction import picked_logits
 from slipstream.errors import RefusedError
 from slipstream.sampling import LogitForm
+from tests.tiny import tiny_qwen3
 
 from .conftest import Connect, batch, make_model
 from .doubles import DEADLINE, FakeTrainer
-from .test_models import PLAIN, checkpointed, compiled_layers_in_place, plain, qwen3
+from .test_models import PLAIN, checkpointed, compiled_layers_in_place, plain
 from .windows import Batch, Windows, assert_same_bits, hold, hooks_on, logits_of
 
 
@@ -66,7 +67,7 @@ def accumulate(
     return [p.grad.clone() for p in model.parameters() if p.grad is not None]
 
 
-@pytest.mark.parametrize("make", [qwen3, checkpointed(False), checkpointed(True)])
+@pytest.mark.parametrize("make", [tiny_qwen3, checkpointed(False), checkpointed(True)])
 def test_gradients_are_bit_identical_and_states_those_of_a_log_prob_pass(
     make: Callable[[], PreTrainedModel],
 ) -> None:
@@ -96,7 +97,7 @@ def test_compiled_layers_are_captured_in_training(make: Callable[[], nn.Module])
 
 
 def test_packed_rows_are_captured_in_training() -> None:
-    model, data = qwen3(), batch((9, 5, 12))
+    model, data = tiny_qwen3(), batch((9, 5, 12))
     row = packed(data)
 
     def step(windows: Windows | None) -> list[torch.Tensor]:
@@ -117,7 +118,7 @@ def test_packed_rows_are_captured_in_training() -> None:
 
 
 def test_a_pass_without_gradients_is_none_of_a_training_window() -> None:
-    model, data = qwen3(), batch((9, 7))
+    model, data = tiny_qwen3(), batch((9, 7))
     windows = Windows(model, training=True)
     with torch.no_grad(), windows.open() as capture:
         logits_of(model, data)
@@ -126,7 +127,7 @@ def test_a_pass_without_gradients_is_none_of_a_training_window() -> None:
 
 
 def test_a_ship_before_backward_lets_go_of_the_logits() -> None:
-    model, data = qwen3(), batch((9, 7))
+    model, data = tiny_qwen3(), batch((9, 7))
     windows = Windows(model, training=True)
     with windows.open() as capture:
         logits = logits_of(model, data)
@@ -140,7 +141,7 @@ def test_a_ship_before_backward_lets_go_of_the_logits() -> None:
 
 
 def test_logits_are_those_of_the_pass_where_backward_writes_over_them_uncounted() -> None:
-    model, data = qwen3(), batch((9, 7))
+    model, data = tiny_qwen3(), batch((9, 7))
     windows = Windows(model, training=True)
     with windows.open() as capture:
         logits = logits_of(model, data)
@@ -186,7 +187,7 @@ def test_on_a_device_log_probs_are_of_the_pass_when_the_step_follows_at_once(
 ) -> None:
     from policy_bridge import extraction
 
-    model, data = qwen3(), batch((9, 7))
+    model, data = tiny_qwen3(), batch((9, 7))
     monkeypatch.setattr(extraction, "_BLOCK_BYTES", columns * 4 * model.config.vocab_size)
     windows = Windows(model, training=True)
     go_on = hold(side)

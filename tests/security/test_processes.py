@@ -24,7 +24,6 @@ import grpc
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from examples.arithmetic_grpo.processes import free_port
 from policy_bridge import BridgeConfig, PolicyBridge
@@ -39,10 +38,12 @@ from tests.draft_trainer.rig import raw_config, write_draft
 from tests.draft_trainer.synthetic import HIDDEN, VOCAB
 from tests.draft_trainer.test_cli import PROGRAM
 from tests.security.certificates import Authority, write_token
+from tests.tiny import tiny_qwen3
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENT = (ROOT / "docs" / "security.md").read_text()
 DEADLINE = 180.0
+SIZES = {"vocab_size": VOCAB, "hidden_size": HIDDEN, "num_hidden_layers": 8}
 ENVIRONMENT = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'proto'}", "OMP_NUM_THREADS": "1"}
 ROLES = ("feed", "observe", "operate")
 
@@ -196,21 +197,6 @@ def leaked(site: Site) -> list[str]:
     return [name for name, secret in secrets_of(site).items() if secret in text]
 
 
-def model() -> Qwen3ForCausalLM:
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=VOCAB,
-        hidden_size=HIDDEN,
-        intermediate_size=32,
-        num_hidden_layers=8,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=8,
-        tie_word_embeddings=False,
-    )
-    return Qwen3ForCausalLM(config).eval()
-
-
 def test_commands_of_the_document(site: Site) -> None:
     text = site.shell(block("sh", "draft-trainer status"))
     assert re.search(r"promoted release +0\b", text)
@@ -222,7 +208,7 @@ def test_a_bridge_feeds_and_pushes(site: Site, monkeypatch: pytest.MonkeyPatch) 
     names: dict[str, BridgeConfig] = {}
     exec(block("python", "rollout_credentials").replace("trainer:50051", site.trainer), names)
     config = names["config"]
-    policy = model()
+    policy = tiny_qwen3(**SIZES).eval()
     with PolicyBridge(policy, config) as bridge:
         assert bridge.wait_connected(DEADLINE), bridge.stats()
         with bridge.sync(1) as window:
@@ -246,7 +232,7 @@ def test_a_bridge_with_a_wrong_token_trains_on_and_comes_right(site: Site) -> No
     config = BridgeConfig(
         site.trainer, "grpo-2", trainer_credentials=shown, max_backoff_seconds=0.1
     )
-    with PolicyBridge(model(), config) as bridge:
+    with PolicyBridge(tiny_qwen3(**SIZES).eval(), config) as bridge:
         with bridge.sync(1) as window:
             pass
         assert window.result is not None
