@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -13,9 +12,8 @@ import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from policy_bridge import session as announce
-from policy_bridge.session import BLOCK_BYTES
 from slipstream.errors import RefusedError
-from slipstream.tensors import bytes_of, frame_chunk, spec_of
+from slipstream.tensors import frame_chunk
 from slipstream.v1 import draft_trainer_pb2 as pb
 
 from .conftest import Connect, batch, deliver, ship, sync
@@ -29,14 +27,6 @@ def test_a_framed_chunk_is_what_protobuf_reads(size: int, offset: int) -> None:
     data = data[:size]
     chunk = pb.AnnouncePolicyRequest.FromString(frame_chunk("a.b", offset, memoryview(data))).chunk
     assert (chunk.name, chunk.offset, chunk.data) == ("a.b", offset, data)
-
-
-def test_matrices_of_many_blocks_are_hashed_whole() -> None:
-    rows = BLOCK_BYTES // 1024 + 3
-    tensors = {"x": torch.randn(rows, 512).bfloat16(), "y": torch.randn(3, 4), "z": torch.empty(0)}
-    specs = announce._specs_of(tensors, WeakTensorKeyDictionary(), threading.Event())
-    assert specs == [spec_of(name, tensor) for name, tensor in tensors.items()]
-    assert specs[0].sha256 == hashlib.sha256(bytes_of(tensors["x"])).digest()
 
 
 @pytest.mark.parametrize(("blocks", "pause"), [(1, 0.0), (20, 0.004), (1000, 0.001)])

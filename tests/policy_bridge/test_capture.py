@@ -10,6 +10,7 @@ from slipstream.v1 import draft_trainer_pb2 as pb
 
 from .conftest import HIDDEN, Connect, batch, deliver, make_model, ship
 from .doubles import DEADLINE, FakeTrainer
+from .windows import gradients_in, own_logprobs
 
 LAYERS = (2, 4, 5)
 
@@ -101,8 +102,7 @@ def test_log_z_is_the_full_vocabularys(
     inputs = {k: data[k] for k in ("input_ids", "attention_mask")}
     with torch.no_grad(), bridge.capture(temperature=temperature) as capture:
         logits = model(**inputs).logits.float() / temperature
-        log_p = logits[:, :-1].log_softmax(-1)
-        own = log_p.gather(-1, data["input_ids"][:, 1:, None]).squeeze(-1)
+        own = own_logprobs(logits, data["input_ids"])
         capture.ship(**data, sampled_logprobs=own if given else None)
     assert bridge.flush(DEADLINE)
     samples = by_tokens(trainer)
@@ -139,27 +139,12 @@ def test_gradients_are_bit_identical(
     trainer: FakeTrainer, connect: Connect, checkpointing: bool
 ) -> None:
     data = batch((9, 5, 12))
-
-    def gradients(bridge: PolicyBridge | None, model: torch.nn.Module) -> list[torch.Tensor]:
-        model.train()
-        if checkpointing:
-            model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore
-        window = bridge.capture() if bridge is not None else PolicyBridge.disabled().capture()
-        with window as capture:
-            for rows in (slice(0, 2), slice(2, 3)):
-                micro = {key: value[rows] for key, value in data.items()}
-                logits = model(micro["input_ids"], attention_mask=micro["attention_mask"]).logits
-                log_p = logits[:, :-1].log_softmax(-1)
-                chosen = log_p.gather(-1, micro["input_ids"][:, 1:, None]).squeeze(-1)
-                capture.ship(**micro, sampled_logprobs=chosen)
-                # Inside the window, where checkpointing runs layers a second time.
-                (chosen * micro["loss_mask"][:, 1:]).sum().backward()
-        return [p.grad for p in model.parameters()]  # type: ignore[misc]
-
-    plain = gradients(None, make_model())
     model = make_model()
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    plain = gradients_in(PolicyBridge.disabled().capture(), model, data)
     bridge = connect(model=model, version=1)
-    bridged = gradients(bridge, model)
+    bridged = gradients_in(bridge.capture(), model, data)
     assert bridge.flush(DEADLINE)
     assert len(trainer.samples) == 3
     assert len(plain) == len(bridged) > 50

@@ -23,7 +23,7 @@ from tests.tiny import tiny_qwen3
 
 from .conftest import Connect, batch, deliver, make_model
 from .doubles import DEADLINE, FakeTrainer
-from .windows import LAYERS, Batch, Streams, Windows, hold
+from .windows import LAYERS, Batch, Streams, Windows, hold, own_logprobs
 
 HIDDEN = 16
 TOKEN = bytes_per_token(len(LAYERS), HIDDEN, torch.float32)
@@ -50,10 +50,6 @@ def run(
         capture.ship(**micro)
         if wait:
             assert capture.copier.wait_idle(DEADLINE)
-
-
-def tokens_of(windows: Windows) -> set[tuple[int, ...]]:
-    return {tuple(sample.token_ids.tolist()) for sample in windows.samples}
 
 
 @pytest.mark.parametrize("most", [3, 4])
@@ -223,10 +219,11 @@ def test_a_hook_without_memory_does_not_end_the_pass(monkeypatch: pytest.MonkeyP
     assert len(windows.samples) == 4
 
 
-def test_what_the_loop_uses_again_is_copied_on_a_device(side: Copier) -> None:
+def test_what_the_loop_uses_again_is_copied(copier: Copier) -> None:
     model, data = tiny_qwen3().eval(), batch((9, 7))
     given: dict[str, torch.Tensor] = {
         **data,
+        "input_ids": data["input_ids"].int(),
         "position_ids": torch.arange(9).repeat(2, 1),
         "sampled_logprobs": -torch.rand(2, 9),
         "sampled_logits": torch.rand(2, 9),
@@ -236,14 +233,14 @@ def test_what_the_loop_uses_again_is_copied_on_a_device(side: Copier) -> None:
     found = []
     for overwritten in (False, True):
         windows, own = Windows(model), {key: value.clone() for key, value in given.items()}
-        go_on = hold(side)
-        with torch.no_grad(), windows.open(copier=side, probe=False) as capture:
+        go_on = hold(copier)
+        with torch.no_grad(), windows.open(copier=copier, probe=False) as capture:
             model(own["input_ids"], attention_mask=own["attention_mask"])
             capture.ship(**own)
             for tensor in own.values() if overwritten else ():
                 tensor.zero_()
         go_on.set()
-        assert side.wait_idle(DEADLINE)
+        assert copier.wait_idle(DEADLINE)
         found.append({tuple(s.token_ids.tolist()): s for s in windows.samples})
     whole, late = found
     assert whole.keys() == late.keys() and len(whole) == 2
@@ -251,19 +248,6 @@ def test_what_the_loop_uses_again_is_copied_on_a_device(side: Copier) -> None:
         assert torch.equal(sample.block, late[tokens].block)
         assert sample.header.prompt == late[tokens].header.prompt
         assert sample.header.rollout_policy_version == late[tokens].header.rollout_policy_version
-
-
-def test_what_the_loop_uses_again_within_a_window_is_copied_on_a_host() -> None:
-    model, data = tiny_qwen3().eval(), batch((9, 7))
-    windows, own = Windows(model), {key: value.clone() for key, value in data.items()}
-    with torch.no_grad(), windows.open() as capture:
-        model(own["input_ids"], attention_mask=own["attention_mask"])
-        capture.ship(**own)
-        for tensor in own.values():
-            tensor.zero_()
-    assert len(windows.samples) == 2
-    for row in range(2):
-        windows.of_row(data, row)
 
 
 @pytest.mark.parametrize("moved", [False, True])
@@ -274,8 +258,7 @@ def test_log_probs_are_computed_for_the_chosen_alone_and_of_unmoved_weights(
     windows = Windows(model, budget_bytes=2 * 9 * TOKEN)
     rows: list[int] = []
     with torch.no_grad():
-        logits = model(data["input_ids"]).logits[:, :-1].float()
-    expected = logits.log_softmax(-1).gather(-1, data["input_ids"][:, 1:, None]).squeeze(-1)
+        expected = own_logprobs(model(data["input_ids"]).logits, data["input_ids"])
     go_on = hold(side)
     with torch.no_grad(), windows.open(copier=side, probe=False) as capture:
         model(data["input_ids"])

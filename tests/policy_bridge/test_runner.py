@@ -16,7 +16,7 @@ from slipstream.errors import RefusedError
 
 from .conftest import Connect, batch, deliver, make_model, ship
 from .doubles import DEADLINE, FakeTrainer
-from .windows import Streams, hold
+from .windows import Streams, hold, own_logprobs
 
 
 @pytest.fixture
@@ -63,20 +63,6 @@ def test_an_error_that_waits_does_not_keep_the_states(side: Copier) -> None:
     assert made[0]() is None
     with pytest.raises(RefusedError, match="hurry"):
         side.put(lambda: None)
-
-
-def test_closing_finishes_what_waits_and_takes_no_more(side: Copier) -> None:
-    ran: list[int] = []
-    go_on = hold(side)
-    for number in range(JOBS):
-        assert side.put(lambda n=number: ran.append(n))  # type: ignore[misc]
-    closing = threading.Thread(target=side.close)
-    closing.start()
-    go_on.set()
-    closing.join(DEADLINE)
-    assert ran == list(range(JOBS))
-    assert not side.put(lambda: None)
-    assert side.wait_idle(0.0)
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
@@ -203,39 +189,12 @@ def test_close_ships_what_is_still_to_be_copied(
     assert bridge.stats().accepted == len(trainer.samples) == 4
 
 
-def test_what_the_loop_writes_after_ship_does_not_go_out(
-    trainer: FakeTrainer, connect: Connect, held: threading.Event
-) -> None:
-    model, data = make_model(), batch((9,))
-    data["input_ids"] = data["input_ids"].int()
-    given = {
-        **data,
-        "sampled_logprobs": -torch.rand(1, 9, generator=torch.Generator().manual_seed(2)),
-        "sampled_logits": torch.rand(1, 9, generator=torch.Generator().manual_seed(3)),
-    }
-    before = {name: tensor.clone() for name, tensor in given.items()}
-    bridge = connect(model=model, version=1)
-    with torch.no_grad(), bridge.capture() as capture:
-        model(data["input_ids"])
-        capture.ship(**given)
-    for tensor in given.values():
-        tensor.zero_()
-    held.set()
-    assert bridge.flush(DEADLINE)
-    (sample,) = trainer.samples.values()
-    assert trainer.tensor(sample, "token_ids").tolist() == before["input_ids"][0].tolist()
-    assert trainer.tensor(sample, "loss_mask").tolist() == before["loss_mask"][0].tolist()
-    for name in ("sampled_logprobs", "sampled_logits"):
-        assert trainer.tensor(sample, name)[1:].tolist() == before[name][0, 1:].tolist()
-
-
 def test_log_probs_are_of_the_weights_that_made_the_pass(
     trainer: FakeTrainer, connect: Connect, held: threading.Event
 ) -> None:
     model, data = make_model(), batch((9,))
     with torch.no_grad():
-        logits = model(data["input_ids"]).logits[0, :-1]
-    expected = logits.log_softmax(-1).gather(-1, data["input_ids"][0, 1:, None]).squeeze(-1)
+        (expected,) = own_logprobs(model(data["input_ids"]).logits, data["input_ids"])
     bridge = connect(model=model, version=1)
     ship(bridge, model, data)
     with torch.no_grad():

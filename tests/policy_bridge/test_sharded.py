@@ -34,7 +34,7 @@ from .conftest import HIDDEN, VOCAB, Connect, batch, deliver, make_model, ship, 
 from .doubles import DEADLINE, FakeTrainer
 from .test_models import check_states, qwen3_moe
 from .test_peft import adapted
-from .windows import Batch, Windows, assert_same_bits, gradients, hooks_on, session_of
+from .windows import Batch, Windows, assert_same_bits, gradients, hooks_on, own_logprobs, session_of
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -177,16 +177,6 @@ def test_a_policy_on_several_devices_turns_capture_off(
     assert isinstance(bridge.capture(), NullCapture)
 
 
-def test_names_on_the_wire_are_the_policys_own() -> None:
-    model = tiny_qwen3()
-    names = set(model.state_dict())
-    for index, layer in enumerate(model.model.layers):
-        model.model.layers[index] = torch.compile(layer, backend="eager")
-    assert set(model.state_dict()) != names
-    assert set(policy_tensors(model, "")) == names
-    assert set(policy_tensors(torch.compile(model, backend="eager"), "")) == names
-
-
 @pytest.mark.parametrize(("backends", "device"), [("cpu:gloo,meta:x", "cpu"), ("meta:x", "meta")])
 def test_shards_are_gathered_where_the_ranks_can(
     one_rank: None, monkeypatch: pytest.MonkeyPatch, backends: str, device: str
@@ -282,8 +272,7 @@ def scaled_in_place(bridge: PolicyBridge, model: torch.nn.Module, data: Batch) -
     """One window at temperature 0.5; what it held before its end."""
     with torch.no_grad(), bridge.capture(temperature=0.5) as capture:
         logits = model(data["input_ids"], attention_mask=data["attention_mask"]).logits
-        log_p = logits.div_(0.5)[:, :-1].log_softmax(-1)
-        own = log_p.gather(-1, data["input_ids"][:, 1:, None]).squeeze(-1)
+        own = own_logprobs(logits.div_(0.5), data["input_ids"])
         capture.ship(**data, sampled_logprobs=own)
         held = list(capture._records)  # type: ignore[union-attr]
     assert bridge.flush(DEADLINE)

@@ -30,6 +30,12 @@ def wrong_mask(model: torch.nn.Module, data: dict[str, torch.Tensor], capture: C
     run(model, data, capture, loss_mask=data["loss_mask"][:, :-1])
 
 
+def wrong_padding(model: torch.nn.Module, data: dict[str, torch.Tensor], capture: Capture) -> None:
+    gap = data["attention_mask"].clone()
+    gap[0, 3] = 0
+    run(model, data, capture, attention_mask=gap)
+
+
 def wrong_logprobs(model: torch.nn.Module, data: dict[str, torch.Tensor], capture: Capture) -> None:
     run(model, data, capture, sampled_logprobs=torch.zeros(2, 3))
 
@@ -57,6 +63,7 @@ def labels_for_ids(model: torch.nn.Module, data: dict[str, torch.Tensor], captur
 CALLS = {
     "input_ids": labels_for_ids,
     "loss_mask": wrong_mask,
+    "attention_mask": wrong_padding,
     "sampled_logprobs": wrong_logprobs,
     "position_ids": wrong_positions,
     "prompt_lengths": wrong_prompt_lengths,

@@ -20,7 +20,7 @@ from tests.tiny import tiny_qwen3
 from .conftest import Connect, batch, make_model
 from .doubles import DEADLINE, FakeTrainer
 from .test_models import PLAIN, checkpointed, compiled_layers_in_place, plain
-from .windows import Batch, Windows, assert_same_bits, hold, hooks_on, logits_of
+from .windows import Batch, Windows, assert_same_bits, hold, hooks_on, logits_of, own_logprobs
 
 
 def only_ids(model: nn.Module, micro: Batch) -> torch.Tensor:
@@ -39,9 +39,7 @@ def packed(data: Batch) -> Batch:
 
 
 def loss_of(logits: torch.Tensor, micro: Batch) -> torch.Tensor:
-    log_p = logits[:, :-1].log_softmax(-1)
-    chosen = log_p.gather(-1, micro["input_ids"][:, 1:, None]).squeeze(-1)
-    return (chosen * micro["loss_mask"][:, 1:]).sum()
+    return (own_logprobs(logits, micro["input_ids"]) * micro["loss_mask"][:, 1:]).sum()
 
 
 def accumulate(

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import nn
 
-from policy_bridge.capture import Capture
+from policy_bridge.capture import Capture, NullCapture
 from policy_bridge.config import ModulePaths
 from policy_bridge.copier import Copier
 from policy_bridge.model import PolicyModules, find_modules, watched
@@ -87,25 +87,33 @@ def logits_of(model: nn.Module, micro: Batch) -> torch.Tensor:
     return model(micro["input_ids"], attention_mask=micro["attention_mask"]).logits
 
 
+def own_logprobs(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """Of each token given those before it, [B, S - 1]: of logits [B, S, V] and ids [B, S]."""
+    log_p = logits[:, :-1].float().log_softmax(-1)
+    return log_p.gather(-1, ids[:, 1:, None].long()).squeeze(-1)
+
+
 def gradients(
     model: nn.Module, data: Batch, windows: Windows | None, forward: Forward = logits_of
 ) -> list[torch.Tensor]:
     """Of a policy gradient in two micro-batches inside one window, or without one."""
+    window = NullCapture() if windows is None else windows.open()
+    return gradients_in(window, model, data, forward)
+
+
+def gradients_in(
+    window: Capture | NullCapture, model: nn.Module, data: Batch, forward: Forward = logits_of
+) -> list[torch.Tensor]:
+    """The same inside a window that was opened by a bridge."""
     model.train()
     model.zero_grad(set_to_none=True)
-    capture = windows.open() if windows is not None else None
-    if capture is not None:
-        capture.__enter__()
-    for rows in (slice(0, 2), slice(2, 3)):
-        micro = {key: value[rows] for key, value in data.items()}
-        log_p = forward(model, micro)[:, :-1].log_softmax(-1)
-        chosen = log_p.gather(-1, micro["input_ids"][:, 1:, None]).squeeze(-1)
-        if capture is not None:
+    with window as capture:
+        for rows in (slice(0, 2), slice(2, 3)):
+            micro = {key: value[rows] for key, value in data.items()}
+            chosen = own_logprobs(forward(model, micro), micro["input_ids"])
             capture.ship(**micro, sampled_logprobs=chosen)
-        # Inside the window, where checkpointing runs layers a second time.
-        (chosen * micro["loss_mask"][:, 1:]).sum().backward()
-    if capture is not None:
-        capture.__exit__(None, None, None)
+            # Inside the window, where checkpointing runs layers a second time.
+            (chosen * micro["loss_mask"][:, 1:]).sum().backward()
     return [p.grad.clone() for p in model.parameters() if p.grad is not None]
 
 
