@@ -120,7 +120,7 @@ def _device(config: TrainerConfig) -> str:
 
 
 def _rollout_servers(config: TrainerConfig) -> Iterator[Diagnosis]:
-    from draft_trainer.releases.members import look_up
+    from draft_trainer.releases.fleet import look_up
 
     for entry in config.publish.rollout_servers:
         try:

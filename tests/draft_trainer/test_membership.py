@@ -11,10 +11,8 @@ import pytest
 from draft_trainer.config import PublishConfig
 from draft_trainer.config_file import load_config, parse_config
 from draft_trainer.releases import fleet as fleets
-from draft_trainer.releases import members
 from draft_trainer.releases.client import Failure
-from draft_trainer.releases.fleet import LOOK_UP_SECONDS, Fleet
-from draft_trainer.releases.members import Members
+from draft_trainer.releases.fleet import LOOK_UP_SECONDS, Fleet, Members
 from slipstream.errors import RefusedError
 from slipstream.security import ClientCredentials
 from tests.security.certificates import write_token
@@ -95,10 +93,10 @@ def test_a_fleet_knows_its_first_members_however_late_and_keeps_them(
         over.wait()
         return []
 
-    monkeypatch.setattr(members, "look_up", late)
+    monkeypatch.setattr(fleets, "look_up", late)
     fleet = Fleet(PublishConfig(rollout_servers=("dns:rollouts:1",)))
     assert fleet.addresses == ("a:1",)
-    monkeypatch.setattr(members, "look_up", silent)
+    monkeypatch.setattr(fleets, "look_up", silent)
     assert fleet.refresh() == fleet.refresh() == ("a:1",)
     fleet.close()
     assert all(t.daemon for t in threading.enumerate() if t.name == "members"), "none delays exit"

@@ -13,7 +13,7 @@ import pytest
 from draft_trainer.releases import fleet as fleets
 from draft_trainer.releases import reconcile as healing
 from draft_trainer.releases.commits import PublishResult
-from draft_trainer.releases.members import Members
+from draft_trainer.releases.fleet import Members
 from slipstream.errors import RefusedError
 from tests.draft_trainer.fleet_double import RolloutDouble
 from tests.draft_trainer.fleet_rig import LONG, Rig
