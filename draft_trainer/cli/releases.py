@@ -33,15 +33,13 @@ from slipstream.v1.console_pb2 import GetHistoryRequest
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from draft_trainer.releases.registry import Registry
+    from draft_trainer.releases.registry import Listing, Registry
 
 MAX_RELEASE_BYTES = 64 << 30
 """Bound on a release that is fetched; far beyond any draft head."""
 
 Version = Annotated[Positional[int], arg(metavar="N")]
 Manifest = release_pb2.ReleaseManifest
-Listing = tuple[list[Manifest], list[release_pb2.ReleaseUse]]
-"""The manifests that can be read, and the use of every release; oldest first."""
 
 
 class RunningTrainer:
@@ -94,11 +92,7 @@ class RegistryFolder:
         self.registry: Registry = registry
 
     def listing(self) -> Listing:
-        from draft_trainer.releases.retention import list_uses
-
-        uses = list_uses(self.registry)
-        sound = [use.draft_version for use in uses if not use.damage]
-        return [self.registry.get(version) for version in sound], uses
+        return self.registry.uses()
 
     def tensors(self, version: int) -> tuple[Manifest, dict[str, Tensor]]:
         return self.registry.get(version), self.registry.tensors(version)

@@ -19,12 +19,12 @@ from tempfile import TemporaryDirectory
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
+from draft_trainer.config import DraftConfig
 from draft_trainer.drafters import Checkpoint, Draft, Drafter
 from draft_trainer.ingest.run import Run, Runs
 from draft_trainer.releases.gate import Gate
 from draft_trainer.releases.promotions import Promotions
 from draft_trainer.releases.registry import Registry
-from draft_trainer.releases.retention import Retention
 from slipstream.checkpoints import CONFIG_FILE, WEIGHTS_FILE, pickles
 from slipstream.errors import RefusedError, StatusCode
 from slipstream.tensors import ChunkAssembler
@@ -91,7 +91,7 @@ class Imports:
     runs: Runs
     gate: Gate
     promotions: Promotions
-    retention: Retention
+    bounds: DraftConfig
     on_promoted: Callable[[], None]
     _one: threading.Lock = field(default_factory=threading.Lock)
 
@@ -196,5 +196,5 @@ class Imports:
         logger.info("draft %d imported from %r: %s", version, origin, reason)
         if promoted:
             self.on_promoted()
-        self.retention.apply()
+        registry.retain(self.bounds)
         return pb.ImportReleaseResponse(manifest=manifest, verdict=result, promoted=promoted)

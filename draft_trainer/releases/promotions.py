@@ -14,13 +14,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import zip_longest
+from typing import TYPE_CHECKING
 
 from pydantic import TypeAdapter, ValidationError
 
 from draft_trainer.state import State
 from slipstream.errors import RefusedError, StatusCode
+
+if TYPE_CHECKING:
+    from draft_trainer.releases.registry import Registry
 
 HISTORY_SECONDS = 300.0
 """How far back the acceptance of a release counts that nothing is compared with yet."""
@@ -362,3 +367,41 @@ def read_promotion(state: State) -> Promotion | None:
         except ValidationError as error:
             raise state.damaged(f"a pointer that is none ({error.errors()[0]['msg']})") from error
     return None
+
+
+def promote_offline(registry: Registry, version: int, pin: bool) -> None:
+    """Have the next trainer put the fleet on a release and try it, whatever state.db says so far.
+
+    Raises:
+        RefusedError: no such release, or a damaged one; or a trainer runs on the registry.
+    """
+    with registry.writing() as state, state.transaction():
+        registry.verify(version)
+        promotions = Promotions(state, registry.path, version)
+        incumbent, trial = promotions.now.incumbent, None
+        if version != incumbent:
+            # The fleet cannot go back to a damaged one to measure it: nothing is compared then.
+            with suppress(RefusedError):
+                registry.verify(incumbent)
+                trial = Trial(version, incumbent, began_at=time.time())
+        if trial is None:
+            promotions.serves(version)
+        else:
+            promotions.on_trial(trial)
+        promotions.promote(version, pin)
+        state.events.published("committed", version, "promoted offline")
+
+
+def roll_back_offline(registry: Registry, reason: str) -> int:
+    """Have the next trainer put the fleet on the newest sound release that is good.
+
+    Returns:
+        That release.
+
+    Raises:
+        RefusedError: there is none; or a trainer runs on the registry.
+    """
+    with registry.writing() as state, state.transaction():
+        failed, version = Promotions(state, registry.verify).roll_back()
+        state.events.published("rolled_back_by_hand", failed, reason or "offline")
+    return version

@@ -8,6 +8,7 @@ the registry's.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import re
 import shutil
@@ -25,7 +26,7 @@ from torch import Tensor
 from draft_trainer.config import DraftConfig
 from draft_trainer.drafters import DRAFTERS, Checkpoint, Draft, Drafter
 from draft_trainer.files import folder_written_whole
-from draft_trainer.releases.promotions import Promotions, Trial, read_promotion
+from draft_trainer.releases.promotions import Promotions, read_promotion
 from draft_trainer.releases.release import (
     FILES,
     check_names,
@@ -46,8 +47,12 @@ from slipstream.v1 import release_pb2
 
 logger = logging.getLogger(__name__)
 
+Listing = tuple[list[release_pb2.ReleaseManifest], list[release_pb2.ReleaseUse]]
+"""The manifests that can be read, and the use of every release; oldest first."""
+
 # What a killed process leaves: folders that were being written or removed.
 _LEFTOVER = re.compile(r"\.(staging|removed|release)-.*")
+_IMPORTED = release_pb2.RELEASE_SOURCE_IMPORTED
 
 
 class Registry:
@@ -293,34 +298,77 @@ class Registry:
         with self._lock:
             return frozenset(self._busy)
 
+    def uses(self) -> Listing:
+        """Every release, with its damage and why retention spares it.
+
+        Raises:
+            RefusedError: what says which release is served is damaged.
+        """
+        with self.reading() as state:
+            now = read_promotion(state)
+        manifests, uses = [], []
+        for version in self.versions():
+            use = release_pb2.ReleaseUse(draft_version=version, bytes=self.nbytes(version))
+            try:
+                manifests.append(self.get(version))
+            except RefusedError as error:
+                use.damage = str(error)
+            uses.append(use)
+        reasons: dict[str, Collection[int | None]] = {}
+        if now is not None:
+            on_trial = None if now.trial is None else now.trial.version
+            reasons = {
+                "promoted": {now.promoted},
+                "served": {now.live},
+                "previous": {*now.good, now.incumbent} - {now.live},
+                "staged": {now.intent, on_trial} - {now.live},
+            }
+        reasons |= {
+            "parent": [m.draft_version for m in manifests if m.source != _IMPORTED][-1:],
+            "initial": {0},
+            "newest": [use.draft_version for use in uses[-1:]],
+            "busy": self.busy(),
+        }
+        for use in uses:
+            version = use.draft_version
+            use.kept_as.extend(word for word, known in reasons.items() if version in known)
+        return manifests, uses
+
+    def retain(self, config: DraftConfig) -> None:
+        """Remove what is beyond the bounds, but neither release 0, which a restart compares the
+        initial draft with, nor what training goes on from. What cannot be removed is logged and
+        tried again the next time."""
+        try:
+            spared = {0, newest_own(self).draft_version}
+            self.prune(config.keep_releases, config.keep_bytes, spared)
+        except (OSError, RefusedError) as error:
+            logger.error("old releases were not removed: %s", error)
+
     def prune(
-        self, keep: int, protect: Callable[[], Collection[int]], keep_bytes: int | None = None
+        self, keep: int, keep_bytes: float = math.inf, spared: Collection[int] = ()
     ) -> tuple[int, ...]:
         """Remove the oldest releases; never one that is in use, busy or the newest.
 
         Args:
-            keep: releases beyond the newest so many go; at least 1.
-            protect: further draft versions that stay; asked while the pointer cannot change.
-            keep_bytes: while all that stay take more than this together, further ones go; None: no
-                bound.
+            keep: releases beyond the newest so many go.
+            keep_bytes: while all that stay take more than this together, further ones go.
+            spared: further draft versions that stay.
 
         Returns: the versions removed, oldest first.
         """
-        if keep < 1:
-            raise RefusedError("keep", keep, "at least 1", "keep at least the newest release")
         removed: list[int] = []
         with self.writing() as state:
             # Neither the pointer moves nor does a release come into use meanwhile.
             with state.lock, self._lock:
-                sizes = {version: self.nbytes(version) for version in self.versions()}
-                spared = {*protect(), *self._busy, max(sizes, default=0)}
                 promotion = read_promotion(state)
-                spared |= frozenset() if promotion is None else promotion.in_use
+                sizes = {version: self.nbytes(version) for version in self.versions()}
+                in_use = frozenset() if promotion is None else promotion.in_use
+                spared = {*spared, *in_use, *self._busy, max(sizes, default=0)}
                 total = sum(sizes.values())
                 for number, (version, size) in enumerate(sizes.items()):
                     path = self.root / folder_name(version)
                     too_many = number < len(sizes) - keep
-                    too_large = keep_bytes is not None and total > keep_bytes
+                    too_large = total > keep_bytes
                     # A link is refused wherever it is met, and never followed into a removal.
                     if version in spared or path.is_symlink() or not (too_many or too_large):
                         continue
@@ -403,7 +451,6 @@ def newest_own(registry: Registry) -> release_pb2.ReleaseManifest:
     Raises:
         RefusedError: release 0 is damaged, and no later one can be used.
     """
-    imported = release_pb2.RELEASE_SOURCE_IMPORTED
     for version in reversed(registry.versions()):
         try:
             manifest = registry.get(version)
@@ -412,7 +459,7 @@ def newest_own(registry: Registry) -> release_pb2.ReleaseManifest:
                 raise
             logger.error("training does not continue from draft %d: %s", version, error)
             continue
-        if manifest.source != imported:
+        if manifest.source != _IMPORTED:
             return manifest
     raise AssertionError("open_registry has made release 0")
 
@@ -437,41 +484,3 @@ def open_promotions(registry: Registry, run_id: Callable[[], str] = lambda: "") 
             error.code,
         ) from error
     return promotions
-
-
-def promote_offline(registry: Registry, version: int, pin: bool) -> None:
-    """Have the next trainer put the fleet on a release and try it, whatever state.db says so far.
-
-    Raises:
-        RefusedError: no such release, or a damaged one; or a trainer runs on the registry.
-    """
-    with registry.writing() as state, state.transaction():
-        registry.verify(version)
-        promotions = Promotions(state, registry.path, version)
-        incumbent = promotions.now.incumbent
-        try:
-            registry.verify(incumbent)
-        except RefusedError:
-            # The fleet cannot go back to it to measure it, so there is nothing to compare with.
-            incumbent = version
-        if version == incumbent:
-            promotions.serves(version)
-        else:
-            promotions.on_trial(Trial(version, incumbent, began_at=time.time()))
-        promotions.promote(version, pin)
-        state.events.published("committed", version, "promoted offline")
-
-
-def roll_back_offline(registry: Registry, reason: str) -> int:
-    """Have the next trainer put the fleet on the newest sound release that is good.
-
-    Returns:
-        That release.
-
-    Raises:
-        RefusedError: there is none; or a trainer runs on the registry.
-    """
-    with registry.writing() as state, state.transaction():
-        failed, version = Promotions(state, registry.verify).roll_back()
-        state.events.published("rolled_back_by_hand", failed, reason or "offline")
-    return version

@@ -37,7 +37,6 @@ from draft_trainer.releases.registry import (
     open_promotions,
     open_registry,
 )
-from draft_trainer.releases.retention import Retention
 from draft_trainer.server.metrics import trainer_registry
 from draft_trainer.server.service import (
     SERVICE,
@@ -98,9 +97,8 @@ class TrainerServer:
         self._counters.newest_release = newest.draft_version
         state = registry.hold()
         self._promotions = open_promotions(registry, self._run_id)
-        retention = Retention(registry, config.draft, lambda: self._counters.newest_release)
         # Before anything else is written: the disk may be full, and the bounds lowered for that.
-        retention.apply()
+        registry.retain(config.draft)
         head = registry.drafter.read(registry.path(newest.draft_version)).draft()
         draft = head.config
         # A shared GPU does not say what training takes of it.
@@ -181,7 +179,7 @@ class TrainerServer:
             resumed,
             self.runs,
             Candidates(
-                *(config, registry, gate, self._promotions, retention, economy),
+                *(config, registry, gate, self._promotions, economy),
                 on_written=self._counters.released,
             ),
             self._counters,
@@ -198,9 +196,8 @@ class TrainerServer:
             ingest,
             registry,
             self.publisher,
-            retention,
             Imports(
-                *(registry, self.runs, gate, self._promotions, retention),
+                *(registry, self.runs, gate, self._promotions, config.draft),
                 on_promoted=self._reconciler.released,
             ),
             self._status,

@@ -25,7 +25,6 @@ from draft_trainer.ingest.run import Run, Runs
 from draft_trainer.releases.imports import MAX_ORIGIN_CHARACTERS, Imports
 from draft_trainer.releases.publisher import Publisher, PublishResult
 from draft_trainer.releases.registry import Registry
-from draft_trainer.releases.retention import Retention, list_uses
 from draft_trainer.server.status import Status
 from draft_trainer.server.stream import StateStream
 from slipstream.errors import RefusedError, StatusCode, clean
@@ -96,7 +95,6 @@ class DraftTrainerService(pb_grpc.DraftTrainerServicer):
     ingest: Ingest
     registry: Registry
     publisher: Publisher
-    retention: Retention
     imports: Imports
     status: Status
     workers: Workers
@@ -212,12 +210,7 @@ class DraftTrainerService(pb_grpc.DraftTrainerServicer):
     async def ListReleases(
         self, request: pb.ListReleasesRequest, context: ServicerContext
     ) -> pb.ListReleasesResponse:
-        return await self.workers.run(self._list_releases)
-
-    def _list_releases(self) -> pb.ListReleasesResponse:
-        uses = list_uses(self.registry, self.retention.parent())
-        sound = [use.draft_version for use in uses if not use.damage]
-        releases = [self.registry.get(version) for version in sound]
+        releases, uses = await self.workers.run(self.registry.uses)
         return pb.ListReleasesResponse(releases=releases, uses=uses)
 
     async def FetchRelease(

@@ -26,7 +26,6 @@ from draft_trainer.ingest.store import Drawn
 from draft_trainer.releases.gate import Gate
 from draft_trainer.releases.promotions import Promotions
 from draft_trainer.releases.registry import Registry
-from draft_trainer.releases.retention import Retention
 from draft_trainer.training.economy import Economy, training_nice
 from draft_trainer.training.followers import Followers
 from draft_trainer.training.learner import DEVICE_MEMORY, Learner
@@ -51,7 +50,6 @@ class Candidates:
         registry: where releases are written.
         gate: compares them with the promoted release.
         promotions: which release is wanted.
-        retention: applied after every release, and where one does not fit.
         economy: is told what the gate found.
         on_written: told the draft version of every new release.
     """
@@ -60,7 +58,6 @@ class Candidates:
     registry: Registry
     gate: Gate
     promotions: Promotions
-    retention: Retention
     economy: Economy
     on_written: Callable[[int], None]
 
@@ -104,7 +101,7 @@ class Candidates:
             logger.info("draft %d %s: %s", version, how, result.reason)
             self.gate.record(result, version)
             self.on_written(version)
-            self.retention.apply()
+            self.registry.retain(self.config.draft)
         if result.HasField("gate"):
             gate = result.gate
             learner.settle(served, shares[best], gate.difference, gate.difference_half_width)
@@ -131,7 +128,7 @@ class Candidates:
             # A full disk must not end training: the weights stay, the next release may fit. What
             # came free since the last one makes room for it.
             logger.error("the release was not written: %s", error)
-            self.retention.apply()
+            self.registry.retain(self.config.draft)
             self.gate.record(result, not_written=str(error))
             return None
         return manifest.draft_version

@@ -10,7 +10,6 @@ import pytest
 from draft_trainer.config import CanaryConfig
 from draft_trainer.releases import canary
 from draft_trainer.releases.client import RolloutClient
-from draft_trainer.releases.retention import list_uses
 from slipstream.errors import RefusedError, StatusCode
 from tests.draft_trainer.fleet_rig import LONG, Rig
 
@@ -288,7 +287,7 @@ def test_a_roll_back_by_hand_is_tried_too(
     assert rig.publisher.roll_back("by hand").draft_version == 1
     trial = rig.promotions.now.trial
     assert trial is not None and (trial.version, trial.incumbent) == (1, 2)
-    uses = {use.draft_version: list(use.kept_as) for use in list_uses(rig.registry)}
+    uses = {use.draft_version: list(use.kept_as) for use in rig.registry.uses()[1]}
     assert uses[2] == ["previous"], "the trial may end there"
     settle(rig, 1, accepted)
     if accepted == GOOD:

@@ -13,7 +13,8 @@ from safetensors.torch import load_file, save_file
 from draft_trainer.cli.main import main
 from draft_trainer.drafters.eagle3.checkpoint import Eagle3
 from draft_trainer.drafters.eagle3.head import Eagle3Head
-from draft_trainer.releases.registry import Registry, promote_offline
+from draft_trainer.releases.promotions import promote_offline
+from draft_trainer.releases.registry import Registry
 from draft_trainer.server.app import TrainerServer
 from slipstream.errors import RefusedError
 from slipstream.v1 import release_pb2
@@ -74,7 +75,7 @@ def test_list_and_show_offline(folder: Path, capsys: Capture) -> None:
     assert [one["draft_version"] for one in listed] == ["0", "1", "2"]
     assert listed[0]["use"]["kept_as"] == ["previous", "initial"]
     assert listed[1]["use"]["kept_as"] == ["promoted", "served"]
-    assert listed[2]["use"]["kept_as"] == ["newest"]
+    assert listed[2]["use"]["kept_as"] == ["parent", "newest"]
     code, text = run(capsys, "list", "--registry", folder)
     rows = [line.split() for line in text.splitlines()]
     assert rows[0] == ["draft", "source", "parent", "policy", "length", "gain", "MiB", "kept", "as"]
@@ -183,7 +184,8 @@ def test_a_folder_that_a_trainer_holds(tmp_path: Path, capsys: Capture) -> None:
         root = config.draft.registry
         assert run(capsys, "verify", 0, "--registry", root)[0] == 0
         rows = run(capsys, "list", "--registry", root)[1].splitlines()
-        assert rows[1].split()[-4:] == ["promoted,", "served,", "initial,", "newest"]
+        assert rows[1].split()[-5:-2] == ["promoted,", "served,", "parent,"]
+        assert rows[1].split()[-2:] == ["initial,", "newest"]
         assert as_json(capsys, "verdicts", "--registry", root) == (0, [])
         draft = write_draft(tmp_path / "other", 1)
         line = refused(capsys, "import", draft, "--registry", root)

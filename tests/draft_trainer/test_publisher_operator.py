@@ -12,8 +12,8 @@ import grpc
 import pytest
 
 from draft_trainer.config import CanaryConfig
-from draft_trainer.releases.promotions import HISTORY_SECONDS
-from draft_trainer.releases.registry import Registry, promote_offline
+from draft_trainer.releases.promotions import HISTORY_SECONDS, promote_offline
+from draft_trainer.releases.registry import Registry
 from slipstream.errors import RefusedError
 from tests.draft_trainer.fleet_rig import Rig
 from tests.draft_trainer.test_canary import GOOD, settle
@@ -108,7 +108,9 @@ def test_pointer_survives_a_restart(rig: Rig) -> None:
     assert (again.promoted, again.pinned, again.good) == (2, True, (0, 1, 2))
 
 
-def test_a_release_cannot_be_removed_while_it_is_being_promoted(rig: Rig) -> None:
+def test_a_release_cannot_be_removed_while_it_is_being_promoted(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Retention asks what is in use, and removes, while the pointer cannot move."""
 
     def promote() -> None:
@@ -117,12 +119,15 @@ def test_a_release_cannot_be_removed_while_it_is_being_promoted(rig: Rig) -> Non
 
     promoting = threading.Thread(target=promote)
 
-    def in_use() -> set[int]:
+    def versions() -> tuple[int, ...]:
+        patch.undo()
         promoting.start()
         promoting.join(0.5)
-        return set()
+        return rig.registry.versions()
 
-    removed = rig.registry.prune(1, in_use, keep_bytes=1)
+    with monkeypatch.context() as patch:
+        patch.setattr(rig.registry, "versions", versions)
+        removed = rig.registry.prune(1, keep_bytes=1)
     promoting.join(20)
     assert 1 not in removed or rig.promotions.now.promoted == 0
     rig.registry.get(rig.promotions.now.promoted)

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from draft_trainer.releases.registry import Registry, promote_offline
+from draft_trainer.releases.promotions import promote_offline
+from draft_trainer.releases.registry import Registry
 from draft_trainer.training.state import FOLDER
 from slipstream.errors import RefusedError, StatusCode
 from tests.draft_trainer.registry_rig import create, flip, flip_bit
@@ -128,7 +129,7 @@ def test_links_pickles_and_foreign_paths_are_refused(tmp_path: Path) -> None:
     (registry.root / "release-000009").write_text("")
     assert registry.versions() == (0, 1, 7)
     # Retention does not follow the link, and what it points at stays.
-    assert registry.prune(1, tuple) == (0, 1)
+    assert registry.prune(1) == (0, 1)
     assert other.tensors(0)
 
 

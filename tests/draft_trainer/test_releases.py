@@ -90,12 +90,10 @@ def test_prune_keeps_the_newest_and_the_protected(tmp_path: Path) -> None:
     registry = Registry(tmp_path)
     for seed in range(5):
         create(registry, seed)
-    assert registry.prune(2, lambda: {0}) == (1, 2)
+    assert registry.prune(2, spared={0}) == (1, 2)
     assert [m.draft_version for m in registry.list()] == [0, 3, 4]
     assert names(tmp_path) == {f"release-{v:06d}" for v in (0, 3, 4)}
     assert create(registry).draft_version == 5
-    with pytest.raises(RefusedError, match="keep"):
-        registry.prune(0, set)
 
 
 def test_prune_by_bytes_and_use(tmp_path: Path) -> None:
@@ -106,11 +104,11 @@ def test_prune_by_bytes_and_use(tmp_path: Path) -> None:
     assert size > registry.get(3).weights_bytes
     with registry.using(1), registry.using(2):
         # Six are there, room is for three and a half: the three oldest that may go, go.
-        assert registry.prune(16, lambda: {0}, keep_bytes=size * 7 // 2) == (3, 4)
+        assert registry.prune(16, size * 7 // 2, {0}) == (3, 4)
         assert registry.busy() == {1, 2}
     assert registry.busy() == frozenset()
     # The newest stays, whatever the bounds.
-    assert registry.prune(1, tuple, keep_bytes=1) == (0, 1, 2)
+    assert registry.prune(1, keep_bytes=1) == (0, 1, 2)
     assert registry.versions() == (5,)
 
 
@@ -126,7 +124,7 @@ def test_prune_keeps_what_the_fleet_may_be_put_on(tmp_path: Path) -> None:
         promotions.promote(4, pin=True)
         promotions.intends(5)
     # A registry that is opened again: only the newest, 6, is kept for its number.
-    assert Registry(tmp_path).prune(1, tuple, keep_bytes=1) == (2,)
+    assert Registry(tmp_path).prune(1, keep_bytes=1) == (2,)
     assert registry.versions() == (0, 1, 3, 4, 5, 6)
 
 
@@ -147,11 +145,11 @@ def test_what_cannot_be_removed_keeps_nothing_else_and_is_tried_again(
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "rmtree", busy)
         with pytest.raises(OSError, match="not empty"):
-            registry.prune(1, tuple)
+            registry.prune(1)
         assert registry.remove_leftovers() == 1, "a trainer that starts goes on"
     left = {name for name in names(tmp_path) if name.startswith(".removed-release-000000-")}
     assert len(left) == 1 and names(tmp_path) == {"release-000003", *left}
-    assert registry.prune(1, tuple) == ()
+    assert registry.prune(1) == ()
     assert names(tmp_path) == {"release-000003"}
 
 

@@ -16,7 +16,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from draft_trainer.drafters.policy import PolicyHeads
-from draft_trainer.releases import members
+from draft_trainer.releases import fleet
 from draft_trainer.releases.promotions import Promotions
 from draft_trainer.releases.registry import Registry
 from draft_trainer.server import service
@@ -25,7 +25,7 @@ from draft_trainer.training.learner import DEVICE_MEMORY
 from slipstream.client import open_channel
 from slipstream.errors import RefusedError
 from slipstream.sample import Sample
-from slipstream.v1 import console_pb2
+from slipstream.v1 import console_pb2, release_pb2
 from slipstream.v1 import draft_trainer_pb2 as pb
 from tests.draft_trainer.fleet_double import RolloutDouble
 from tests.draft_trainer.registry_rig import create
@@ -197,10 +197,11 @@ def test_what_may_go_goes_at_the_start_and_where_a_release_does_not_fit(
     with running(make_config(tmp_path, draft={"keep_releases": 2})) as (server, client):
         registry = server.loop.candidates.registry
         assert registry.versions() == (0, 3, 4)
+        # Draft 4 is what training goes on from.
         for seed in range(3):
-            create(registry, seed)
+            create(registry, seed, source=release_pb2.RELEASE_SOURCE_IMPORTED)
         with registry.using(5):
-            server.loop.candidates.retention.apply()
+            registry.retain(server.loop.candidates.config.draft)
         assert registry.versions() == (0, 4, 5, 6, 7)
 
         def full(*_: object) -> None:
@@ -272,13 +273,13 @@ def test_a_sync_waits_for_no_name_service(tmp_path: Path, monkeypatch: pytest.Mo
             assert over.wait(2 * DEADLINE)
             return []
 
-        monkeypatch.setattr(members, "look_up", lambda entry: [double.address])
+        monkeypatch.setattr(fleet, "look_up", lambda entry: [double.address])
         publish = {"rollout_servers": ["dns:rollouts:1"], "reconcile_s": 0.0}
         config = make_config(tmp_path, publish=publish)
         _, client = closing.enter_context(running(config, train=False))
         closing.callback(over.set)
         client.open()
-        monkeypatch.setattr(members, "look_up", silent)
+        monkeypatch.setattr(fleet, "look_up", silent)
         client.prepare()
         assert double._state().staged == ["draft-0"], "the servers that were known"
 
