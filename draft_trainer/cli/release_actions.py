@@ -155,13 +155,9 @@ def _model_card(manifest: Manifest) -> str:
 
 
 def _write_as_released(folder: Path, manifest: Manifest, tensors: dict[str, Tensor]) -> None:
-    from safetensors.torch import save_file
+    from slipstream.checkpoints import WEIGHTS_FILE, write_checkpoint, write_manifest
 
-    from slipstream.checkpoints import CONFIG_FILE, WEIGHTS_FILE, write_manifest
-
-    (folder / CONFIG_FILE).write_text(manifest.config_json)
-    save_file(tensors, folder / WEIGHTS_FILE, metadata={"format": "pt"})
-    (folder / WEIGHTS_FILE).chmod(0o644)
+    write_checkpoint(folder, manifest.config_json, tensors)
     # The same tensors, but the file around them may be some bytes longer or shorter.
     manifest.weights_bytes = (folder / WEIGHTS_FILE).stat().st_size
     write_manifest(folder, manifest)
@@ -225,13 +221,9 @@ class Import(Reading):
 def _import_requests(
     checkpoint: Checkpoint, origin: str, gate: bool
 ) -> Iterator[pb.ImportReleaseRequest]:
-    from slipstream.checkpoints import CONFIG_FILE, load_tensors
     from slipstream.tensors import chunks_of, spec_of
 
-    with TemporaryDirectory() as temporary:
-        checkpoint.write(Path(temporary))
-        tensors = load_tensors(Path(temporary))
-        config_json = (Path(temporary) / CONFIG_FILE).read_text()
+    config_json, tensors = checkpoint.written()
     specs = [spec_of(name, tensor) for name, tensor in tensors.items()]
     header = pb.ImportHeader(config_json=config_json, tensors=specs, origin=origin, gate=gate)
     yield pb.ImportReleaseRequest(header=header)

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -30,6 +29,7 @@ from slipstream.checkpoints import (
     t2d_of,
     target_ids,
     weight_files,
+    write_checkpoint,
 )
 from slipstream.errors import RefusedError, StatusCode
 from slipstream.hub import read_json
@@ -248,11 +248,7 @@ class Checkpoint:
 
     def write(self, directory: Path) -> None:
         """Write config.json and model.safetensors into an existing directory."""
-        text, stored = self.written()
-        (directory / CONFIG_FILE).write_text(text)
-        save_file(stored, directory / WEIGHTS_FILE, metadata={"format": "pt"})
-        # safetensors leaves 0600; a rollout server under another user must be able to read it.
-        (directory / WEIGHTS_FILE).chmod(0o644)
+        write_checkpoint(directory, *self.written())
 
 
 class Drafter(ABC):

@@ -17,7 +17,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from safetensors import SafetensorError
-from safetensors.torch import save_file
 
 from draft_trainer.config import DraftConfig
 from draft_trainer.drafters import Checkpoint, Draft, Drafter
@@ -25,7 +24,7 @@ from draft_trainer.ingest.run import Run, Runs
 from draft_trainer.releases.gate import Gate
 from draft_trainer.releases.promotions import Promotions
 from draft_trainer.releases.registry import Registry
-from slipstream.checkpoints import CONFIG_FILE, WEIGHTS_FILE, pickles
+from slipstream.checkpoints import pickles, write_checkpoint
 from slipstream.errors import RefusedError, StatusCode
 from slipstream.tensors import ChunkAssembler
 from slipstream.v1 import draft_trainer_pb2 as pb
@@ -145,7 +144,6 @@ class Imports:
     def _check(self, header: pb.ImportHeader) -> None:
         for name, size, most in (
             ("config_json", len(header.config_json), MAX_CONFIG_CHARACTERS),
-            ("origin", len(header.origin), MAX_ORIGIN_CHARACTERS),
             ("tensors", len(header.tensors), MAX_TENSORS),
         ):
             if size > most:
@@ -177,8 +175,7 @@ class Imports:
         assembler = ChunkAssembler(header.tensors, elements * _BYTES_PER_ELEMENT)
         for chunk in chunks:
             assembler.feed(chunk)
-        (folder / CONFIG_FILE).write_text(header.config_json)
-        save_file(assembler.finish(), folder / WEIGHTS_FILE, metadata={"format": "pt"})
+        write_checkpoint(folder, header.config_json, assembler.finish())
 
     def _release(self, folder: Path, origin: str, run: Run | None) -> pb.ImportReleaseResponse:
         registry = self.registry

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from google.protobuf import json_format
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
 from slipstream.errors import RefusedError, StatusCode
@@ -171,6 +172,14 @@ def load_tensors(directory: Path, prefix: str | tuple[str, ...] = "") -> dict[st
             raise RefusedError(str(path), found, expected, _ADVICE)
         tensors |= held
     return tensors
+
+
+def write_checkpoint(directory: Path, config_json: str, tensors: dict[str, Tensor]) -> None:
+    """Write config.json and model.safetensors into an existing directory, for any user to read."""
+    (directory / CONFIG_FILE).write_text(config_json)
+    save_file(tensors, directory / WEIGHTS_FILE, metadata={"format": "pt"})
+    # safetensors leaves 0600; a rollout server under another user must be able to read it.
+    (directory / WEIGHTS_FILE).chmod(0o644)
 
 
 def target_ids(d2t: Tensor) -> Tensor:
