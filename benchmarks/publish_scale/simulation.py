@@ -372,9 +372,10 @@ def simulate(scenario: Scenario, servers: int, threads: int, folder: Path) -> di
     registry = write_releases(folder, 2)
     promotions, counters = open_promotions(registry), Counters()
     publisher = Publisher(fleet, registry, promotions, counters)
-    real = publisher.payloads.get(1)
+    get = publisher.payloads.get
     size = torch.empty(round(network.draft_bytes), dtype=torch.uint8, device="meta")
-    publisher.payloads._held[1] = replace(real, tensors={"w": size})
+    sized = replace(get(1), tensors={"w": size})
+    publisher.payloads.get = lambda version: sized if version == 1 else get(version)  # type: ignore[method-assign]
     for server in world.servers.values():
         server.live_sha256 = publisher.payloads.get(0).sha256
     began = time.process_time()

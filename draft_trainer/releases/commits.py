@@ -10,7 +10,6 @@ import math
 import random
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
@@ -88,7 +87,7 @@ class Payloads:
     def __init__(self, registry: Registry) -> None:
         self._registry = registry
         self._lock = threading.Lock()
-        self._held: OrderedDict[int, DraftPayload] = OrderedDict()
+        self._read_once = lru_cache(2)(self._read)
         self._digest = lru_cache(64)(lambda v: digest_of_specs(registry.get(v).tensors))
 
     def is_served(self, state: pb.ServerState, version: int) -> bool:
@@ -106,19 +105,17 @@ class Payloads:
     def get(self, version: int) -> DraftPayload:
         """One release. Raises RefusedError: there is none, or its files were altered."""
         with self._lock:
-            if version not in self._held:
-                manifest = self._registry.get(version)
-                known = manifest.HasField("trained_against_policy_version")
-                self._held[version] = DraftPayload(
-                    version,
-                    manifest.trained_against_policy_version if known else None,
-                    self._registry.tensors(version),
-                    list(manifest.tensors),
-                )
-            self._held.move_to_end(version)
-            while len(self._held) > 2:
-                self._held.popitem(last=False)
-            return self._held[version]
+            return self._read_once(version)
+
+    def _read(self, version: int) -> DraftPayload:
+        manifest = self._registry.get(version)
+        known = manifest.HasField("trained_against_policy_version")
+        return DraftPayload(
+            version,
+            manifest.trained_against_policy_version if known else None,
+            self._registry.tensors(version),
+            list(manifest.tensors),
+        )
 
 
 def stage_on(
