@@ -146,20 +146,21 @@ def test_the_offline_commands_are_in_the_wheel(run: Run, command: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("module", "package", "arguments", "command"),
+    ("program", "package", "arguments", "command"),
     [
-        ("draft_trainer.cli.console", "tyro", ["serve"], "'slipstream-rl[trainer]'"),
-        ("draft_trainer.cli.console", "pydantic", ["serve", "--config", "x"], "[trainer]'"),
-        ("draft_trainer.cli.console", "transformers", RECORD, "'slipstream-rl[record]'"),
-        ("rollout_server.cli", "vllm", ["serve", "x"], "python -m rollout_server.install_cpu"),
+        ("draft-trainer", "tyro", ["serve"], "'slipstream-rl[trainer]'"),
+        ("draft-trainer", "pydantic", ["serve", "--config", "x"], "[trainer]'"),
+        ("draft-trainer", "transformers", RECORD, "'slipstream-rl[record]'"),
+        ("rollout-server", "vllm", ["serve", "x"], "python -m rollout_server.install_cpu"),
     ],
 )
 def test_a_console_says_which_extra_is_missing(
-    run: Run, module: str, package: str, arguments: list[str], command: str
+    run: Run, program: str, package: str, arguments: list[str], command: str
 ) -> None:
+    module, main = PROJECT["scripts"][program].split(":")
     code = (
         f"import sys; sys.modules[{package!r}] = None; sys.argv = ['program', *{arguments!r}]\n"
-        f"from {module} import main; sys.exit(main())"
+        f"from {module} import {main}; sys.exit({main}())"
     )
     done = run("python", "-c", code)
     assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr

@@ -129,13 +129,13 @@ def check_files(options: argparse.Namespace, given: Sequence[str]) -> None:
 
 def draft_trainer(arguments: list[str]) -> int:
     """The console script."""
-    from draft_trainer.cli.console import main
+    from draft_trainer.cli import run
 
     if arguments[0] in ASKING and "--address" not in arguments:
         arguments = [*arguments, "--address", os.environ["TRAINER"]]
     sys.argv = ["draft-trainer", *arguments]
     if arguments[0] != "serve" or "--check" in arguments:
-        return main()
+        return run()
     sys.argv += [word for key in ("port", "metrics_port") for word in ("--set", f"server.{key}=0")]
     reading, writing = os.pipe()
     child = os.fork()
@@ -143,7 +143,7 @@ def draft_trainer(arguments: list[str]) -> int:
         os.dup2(writing, 1)
         os.close(reading)
         os.close(writing)
-        _end(main)
+        _end(run)
     os.close(writing)
     with os.fdopen(reading) as output:
         ready = output.readline()
