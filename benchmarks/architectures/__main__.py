@@ -105,7 +105,7 @@ def rollouts(
 ) -> list[list[int]]:
     """Completions: all of the first prompt, of the second, ... Raises RuntimeError: one failed."""
     # It asks a trainer only for releases, of which there are none.
-    client = RolloutClient(server.http, server.control, server.control, "policy")
+    client = RolloutClient(server, server.control)
     completions: list[list[int]] = []
     try:
         # Some at a time: a starved server drops some of 500 connections.
@@ -122,9 +122,7 @@ def rollouts(
 
 def counters_of(server: RolloutServer, version: int) -> SpecCounters:
     """vLLM's counters of a draft version."""
-    found = server.counters()[version]
-    positions = tuple(found.accepted_per_position)
-    return SpecCounters(found.drafts, found.draft_tokens, found.accepted_tokens, positions)
+    return SpecCounters.between({}, {version: server.counters()[version]})
 
 
 class Greedy:

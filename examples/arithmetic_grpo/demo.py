@@ -114,12 +114,7 @@ def _run(options: argparse.Namespace, seed: int, directory: Path, began: float) 
             for what, address in addresses(trainer.log, prometheus).items():
                 print(f"{what:<12}{address}")
             print(flush=True)
-        rollouts = RolloutClient(
-            http=server.http,
-            control=server.control,
-            trainer=trainer.health,
-            model="policy",
-        )
+        rollouts = RolloutClient(server, trainer.health)
         before = core_seconds(trainer.pid)
         table = LiveTable(options.steps)
         watched = ports["bridge"] if options.watch else None
@@ -159,7 +154,7 @@ def _train(
         BridgeConfig(
             trainer=rollouts.trainer,
             run_id=f"arithmetic-{seed}",
-            rollout_servers=(rollouts.control,),
+            rollout_servers=(rollouts.server.control,),
             bytes_per_step=options.bytes_per_step,
             states_dtype="bfloat16",
         ),
@@ -180,7 +175,7 @@ def _train(
             run.steps.append(record)
             table.show(record)
         run.swaps = loop.swaps
-        status, state = rollouts.status(), rollouts.state()
+        status, state = rollouts.status(), rollouts.server.state()
         run.trainer = {
             "swaps_made": loop.draft_commits,
             "swaps_counted": state.draft_commits,
@@ -210,7 +205,7 @@ def _speed(
 
     What it takes from the loop is in the figures of the loop.
     """
-    versions = {ADAPTED: rollouts.state().draft_version, FROZEN: 0}
+    versions = {ADAPTED: rollouts.server.state().draft_version, FROZEN: 0}
     for version in versions.values():
         rollouts.swap(version)  # keeps the release, which nobody serves once the trainer ends
     trainer.stop()
@@ -232,7 +227,7 @@ def _ngram_speed(
     with RolloutServer(log, "--draft-kind", "ngram", policy=options.policy, draft=None) as server:
         server.stage("policy", "last", 1, policy_tensors(model, "bfloat16"))
         server.commit("last")
-        rollouts = RolloutClient(server.http, server.control, server.control, "policy")
+        rollouts = RolloutClient(server, server.control)
         try:
             run.ngram_speed, found = measure_speed(
                 rollouts, {NGRAM: None}, rounds=options.speed_rounds, progress=table.note

@@ -116,7 +116,7 @@ class GrpoLoop:
         with timed(seconds, "data"):
             problems = [arithmetic.sample_problem(self._rng) for _ in range(self._settings.prompts)]
             prompts = [prompt_ids(problem) for problem in problems]
-        served = self._rollouts.state()
+        served = self._rollouts.server.state()
         with timed(seconds, "generation"):
             rounds = self._generate(index, prompts, served.draft_version)
         with timed(seconds, "data"):
@@ -175,9 +175,9 @@ class GrpoLoop:
         rounds[MIXED] = _Round(generation, newest)
         for swap in swaps:
             self._note(index, "in flight", swap)
-        self._rollouts.set_speculation(False)
+        self._rollouts.server.speculate(False)
         rounds[OFF] = _Round(self._rollouts.generate(prompts, samples[OFF])[0], None)
-        self._rollouts.set_speculation(True)
+        self._rollouts.server.speculate(True)
         return {arm: rounds[arm] for arm in ARMS}
 
     def _note(self, step: int, kind: str, swap: Swap) -> None:
@@ -256,10 +256,10 @@ class GrpoLoop:
 
     def _sync(self) -> None:
         """Push the policy; the draft that the sidecar has ready goes with it."""
-        before = self._rollouts.state().draft_version
+        before = self._rollouts.server.state().draft_version
         with self._bridge.sync(self.policy_version) as window:
             window.push_policy()
-        self.draft_commits += self._rollouts.state().draft_version != before
+        self.draft_commits += self._rollouts.server.state().draft_version != before
 
 
 def _pick(

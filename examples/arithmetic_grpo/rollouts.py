@@ -1,28 +1,28 @@
 """The demo's view of a rollout server: generate, count, swap.
 
-Generation goes through vLLM's OpenAI API and acceptance is read from vLLM's own
-``/metrics``; swaps go through Slipstream's control plane, as an operator's would.
+Generation goes through vLLM's OpenAI API; vLLM's speculative counters and swaps go through
+Slipstream's control plane, as an operator's would.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 
 import httpx
 import torch
-from prometheus_client.parser import text_string_to_metric_families
 
 from examples.arithmetic_grpo.task import MAX_COMPLETION_TOKENS
-from slipstream.client import open_channel, stage
+from examples.local_services import RolloutServer
+from slipstream.client import open_channel
 from slipstream.tensors import ChunkAssembler
 from slipstream.v1 import draft_trainer_pb2 as trainer_pb
 from slipstream.v1 import draft_trainer_pb2_grpc as trainer_grpc
 from slipstream.v1 import release_pb2 as release_pb
 from slipstream.v1 import rollout_server_pb2 as rollout_pb
-from slipstream.v1 import rollout_server_pb2_grpc as rollout_grpc
 
 REQUEST_TIMEOUT = 300.0  # seconds
 CALL_TIMEOUT = 60.0  # seconds
@@ -31,7 +31,7 @@ MAX_RELEASE_BYTES = 1 << 30
 
 @dataclass(frozen=True)
 class SpecCounters:
-    """vLLM's speculative counters, or a difference of two readings.
+    """vLLM's speculative counters.
 
     Attributes:
         drafts: verification steps of requests that had a draft.
@@ -45,15 +45,30 @@ class SpecCounters:
     accepted: int = 0
     per_position: tuple[int, ...] = ()
 
-    def since(self, before: SpecCounters) -> SpecCounters:
-        """What happened after ``before``."""
-        old = before.per_position or (0,) * len(self.per_position)
-        return SpecCounters(
-            self.drafts - before.drafts,
-            self.draft_tokens - before.draft_tokens,
-            self.accepted - before.accepted,
-            tuple(a - b for a, b in zip(self.per_position, old, strict=True)),
-        )
+    @classmethod
+    def between(
+        cls,
+        before: Mapping[int, rollout_pb.AcceptanceCounters],
+        after: Mapping[int, rollout_pb.AcceptanceCounters],
+    ) -> SpecCounters:
+        """What happened between two readings of ``RolloutServer.counters``."""
+        nothing = rollout_pb.AcceptanceCounters()
+        found = cls()
+        for version, now in after.items():
+            then = before.get(version, nothing)
+            places = zip_longest(
+                found.per_position,
+                now.accepted_per_position,
+                (-count for count in then.accepted_per_position),
+                fillvalue=0,
+            )
+            found = cls(
+                found.drafts + now.drafts - then.drafts,
+                found.draft_tokens + now.draft_tokens - then.draft_tokens,
+                found.accepted + now.accepted_tokens - then.accepted_tokens,
+                tuple(map(sum, places)),
+            )
+        return found
 
     @property
     def acceptance_length(self) -> float | None:
@@ -106,52 +121,40 @@ class Swap:
 
 @dataclass
 class RolloutClient:
-    """Talks to one rollout server and, for releases it does not hold, to the trainer."""
+    """Generates on one rollout server and swaps its draft to releases of the trainer.
 
-    http: str
-    control: str
+    Attributes:
+        server: that runs.
+        trainer: address of the trainer; where no release is swapped to, of nothing that is called.
+    """
+
+    server: RolloutServer
     trainer: str
-    model: str
     _loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.new_event_loop)
     _releases: dict[int, tuple[release_pb.ReleaseManifest, dict[str, torch.Tensor]]] = field(
         default_factory=dict
     )
 
     def __post_init__(self) -> None:
-        self._channel = open_channel(self.control)
         self._trainer_channel = open_channel(self.trainer)
-        self._stub = rollout_grpc.RolloutServerStub(self._channel)
         self._trainer = trainer_grpc.DraftTrainerStub(self._trainer_channel)
         # Below the 5 s after which vLLM's server closes an idle connection.
         limits = httpx.Limits(
             max_connections=256, max_keepalive_connections=256, keepalive_expiry=2.0
         )
-        self._client = httpx.AsyncClient(base_url=self.http, timeout=REQUEST_TIMEOUT, limits=limits)
+        self._client = httpx.AsyncClient(
+            base_url=self.server.http, timeout=REQUEST_TIMEOUT, limits=limits
+        )
 
     def close(self) -> None:
         """Close every connection."""
         self._loop.run_until_complete(self._client.aclose())
         self._loop.close()
-        self._channel.close()
         self._trainer_channel.close()
-
-    def state(self) -> rollout_pb.ServerState:
-        """What the server serves."""
-        return self._stub.GetState(rollout_pb.GetStateRequest(), timeout=CALL_TIMEOUT)
 
     def status(self) -> trainer_pb.TrainerStatus:
         """Where the trainer stands."""
         return self._trainer.GetStatus(trainer_pb.GetStatusRequest(), timeout=CALL_TIMEOUT)
-
-    def set_speculation(self, enabled: bool) -> None:
-        """Turn drafting on or off."""
-        self._stub.SetSpeculation(
-            rollout_pb.SetSpeculationRequest(enabled=enabled), timeout=CALL_TIMEOUT
-        )
-
-    def counters(self) -> SpecCounters:
-        """vLLM's own speculative counters now."""
-        return self._loop.run_until_complete(self._counters())
 
     def generate(
         self,
@@ -187,7 +190,7 @@ class RolloutClient:
         max_tokens: int,
         swaps: Sequence[int],
     ) -> tuple[Generation, list[Swap]]:
-        before = await self._counters()
+        before = self.server.counters()
         began = time.perf_counter()
         tasks = [
             asyncio.create_task(self._complete(prompt, samples, temperature, max_tokens))
@@ -196,7 +199,7 @@ class RolloutClient:
         done_swaps = [await self._swap(version, tasks) for version in swaps]
         answers = await asyncio.gather(*tasks)
         seconds = time.perf_counter() - began
-        counters = (await self._counters()).since(before)
+        counters = SpecCounters.between(before, self.server.counters())
         failed = [answer for answer in answers if isinstance(answer, str)]
         completions = [row for answer in answers if not isinstance(answer, str) for row in answer]
         return Generation(completions, seconds, failed, counters), done_swaps
@@ -206,7 +209,7 @@ class RolloutClient:
     ) -> list[list[int]] | str:
         """Token ids of each sample, or the reason why there are none."""
         body = {
-            "model": self.model,
+            "model": "policy",
             "prompt": list(prompt),
             "n": samples,
             "max_tokens": max_tokens,
@@ -220,11 +223,6 @@ class RolloutClient:
             return f"{type(error).__name__}: {error}"
         return [list(choice["token_ids"]) for choice in answer.json()["choices"]]
 
-    async def _counters(self) -> SpecCounters:
-        answer = await self._client.get("/metrics")
-        answer.raise_for_status()
-        return parse_counters(answer.text)
-
     async def _swap(
         self, version: int, tasks: Sequence[asyncio.Task[list[list[int]] | str]]
     ) -> Swap:
@@ -232,9 +230,7 @@ class RolloutClient:
         await asyncio.to_thread(self._stage, stage_id, version)
         in_flight = sum(not task.done() for task in tasks)
         began = time.perf_counter()
-        answer = await asyncio.to_thread(
-            self._stub.Commit, rollout_pb.CommitRequest(stage_ids=[stage_id]), timeout=CALL_TIMEOUT
-        )
+        answer = await asyncio.to_thread(self.server.commit, stage_id)
         seconds = time.perf_counter() - began
         if answer.state.draft_version != version:
             raise RuntimeError(f"swap to {version}: the server serves {answer.state.draft_version}")
@@ -247,15 +243,13 @@ class RolloutClient:
             if manifest.HasField("trained_against_policy_version")
             else None
         )
-        stage(
-            self._stub,
-            stage_id=stage_id,
-            kind=rollout_pb.STAGE_KIND_DRAFT,
-            version=version,
-            tensors=tensors,
+        self.server.stage(
+            "draft",
+            stage_id,
+            version,
+            tensors,
             specs=manifest.tensors,
             trained_against_policy_version=against,
-            timeout=CALL_TIMEOUT,
         )
 
     def _fetch(self, version: int) -> tuple[release_pb.ReleaseManifest, dict[str, torch.Tensor]]:
@@ -271,27 +265,3 @@ class RolloutClient:
             self._releases = {v: r for v, r in self._releases.items() if v == 0}
             self._releases[version] = (manifest, assembler.finish())
         return self._releases[version]
-
-
-def parse_counters(text: str) -> SpecCounters:
-    """vLLM's speculative counters from the text of its ``/metrics``.
-
-    Raises:
-        KeyError: the server does not speculate, so the counters are not there.
-    """
-    totals: dict[str, float] = {}
-    positions: dict[int, float] = {}
-    for family in text_string_to_metric_families(text):
-        if not family.name.startswith("vllm:spec_decode"):
-            continue
-        for sample in family.samples:
-            if sample.name == "vllm:spec_decode_num_accepted_tokens_per_pos_total":
-                positions[int(sample.labels["position"])] = sample.value
-            elif sample.name.endswith("_total"):
-                totals[sample.name] = sample.value
-    return SpecCounters(
-        drafts=int(totals["vllm:spec_decode_num_drafts_total"]),
-        draft_tokens=int(totals["vllm:spec_decode_num_draft_tokens_total"]),
-        accepted=int(totals["vllm:spec_decode_num_accepted_tokens_total"]),
-        per_position=tuple(int(positions[index]) for index in sorted(positions)),
-    )

@@ -47,7 +47,7 @@ def measure_speed(
             turn = index % len(arms)
             for arm in arms[turn:] + arms[:turn]:
                 progress(f"speed: batch {batch}, round {index + 1}/{rounds}, {arm}")
-                rollouts.set_speculation(arm != OFF)
+                rollouts.server.speculate(arm != OFF)
                 version = versions.get(arm)
                 if version is not None:
                     rollouts.swap(version)

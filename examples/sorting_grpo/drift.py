@@ -93,7 +93,7 @@ def drift(options: argparse.Namespace, seed: int, folder: Path) -> list[Version]
             options.policy, dtype=torch.float32, attn_implementation="eager"
         )
         controls = tuple(server.control for server in servers)
-        clients = [RolloutClient(s.http, s.control, trainer.health, "policy") for s in servers]
+        clients = [RolloutClient(server, trainer.health) for server in servers]
         try:
             with PolicyBridge(model, BridgeConfig(trainer.health, "sorting", controls)) as bridge:
                 return _versions(options, seed, model, bridge, clients, running)
@@ -118,7 +118,7 @@ def _versions(
             window.push_policy()
         problems = [task.sample_problem(rng) for _ in range(options.prompts)]
         prompts = [prompt_ids(problem, task) for problem in problems]
-        draft_version = clients[0].state().draft_version
+        draft_version = clients[0].server.state().draft_version
         parts = [client.generate(prompts, options.samples)[0] for client in clients]
         for part in parts:
             if part.failed:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import httpx
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -19,7 +18,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from draft_trainer.drafters import Draft
 from draft_trainer.drafters.acceptance import Method, expected_acceptance
 from draft_trainer.drafters.eagle3.checkpoint import Eagle3
-from examples.arithmetic_grpo.rollouts import SpecCounters, parse_counters
+from examples.arithmetic_grpo.rollouts import SpecCounters
 from examples.arithmetic_grpo.sampling import held_out_problems, prompt_ids
 from examples.arithmetic_grpo.task import MAX_COMPLETION_TOKENS
 from examples.local_services import DRAFT_LENGTH
@@ -35,10 +34,6 @@ TOLERANCE = 0.02
 def generate(server: Live, prompts: list[list[int]], **more: object) -> list[list[int]]:
     sampling = {"max_tokens": MAX_COMPLETION_TOKENS, "temperature": 1.0} | more
     return [list(completion) for completion in server.complete(prompts, **sampling)]
-
-
-def counters(server: Live) -> SpecCounters:
-    return parse_counters(httpx.get(f"{server.http}/metrics", timeout=30).text)
 
 
 def assert_replay(
@@ -65,9 +60,9 @@ def assert_replay(
     Returns:
         What vLLM counted of these rollouts.
     """
-    before = counters(live)
+    before = live.counters()
     completions = generate(live, prompts, **sampling)
-    measured = counters(live).since(before)
+    measured = SpecCounters.between(before, live.counters())
     predicted = expected_acceptance(
         draft,
         record(model, prompts, completions, draft.config.aux_layer_ids),

@@ -21,7 +21,7 @@ from examples.arithmetic_grpo.records import (
     SwapRecord,
 )
 from examples.arithmetic_grpo.report import write_report
-from examples.arithmetic_grpo.rollouts import SpecCounters, parse_counters
+from examples.arithmetic_grpo.rollouts import SpecCounters
 from examples.arithmetic_grpo.summary import (
     followed,
     moving_part,
@@ -36,20 +36,7 @@ from examples.arithmetic_grpo.summary import (
     targets_of,
     write_summary,
 )
-
-METRICS = """\
-# HELP vllm:spec_decode_num_drafts_total Number of spec decoding drafts.
-# TYPE vllm:spec_decode_num_drafts_total counter
-vllm:spec_decode_num_drafts_total{engine="0",model_name="policy"} 10.0
-# TYPE vllm:spec_decode_num_draft_tokens_total counter
-vllm:spec_decode_num_draft_tokens_total{engine="0",model_name="policy"} 30.0
-# TYPE vllm:spec_decode_num_accepted_tokens_total counter
-vllm:spec_decode_num_accepted_tokens_total{engine="0",model_name="policy"} 18.0
-# TYPE vllm:spec_decode_num_accepted_tokens_per_pos_total counter
-vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",model_name="policy",position="0"} 9.0
-vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",model_name="policy",position="1"} 6.0
-vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",model_name="policy",position="2"} 3.0
-"""
+from slipstream.v1 import rollout_server_pb2 as pb
 
 
 def arm(name: str, accepted: int, failed: int = 0) -> ArmRecord:
@@ -110,16 +97,25 @@ def run() -> RunRecord:
     )
 
 
-def test_counters_are_read_from_vllms_own_metrics() -> None:
-    counters = parse_counters(METRICS)
-    assert (counters.drafts, counters.draft_tokens, counters.accepted) == (10, 30, 18)
-    assert counters.per_position == (9, 6, 3)
-    assert counters.acceptance_length == pytest.approx(2.8)
-    nothing = counters.since(counters)
-    assert nothing.drafts == 0
+def test_counters_are_what_each_version_drafted_between_two_readings() -> None:
+    def read(version: int, drafts: int, *accepted: int) -> dict[int, pb.AcceptanceCounters]:
+        counters = pb.AcceptanceCounters(
+            drafts=drafts,
+            draft_tokens=3 * drafts,
+            accepted_tokens=sum(accepted),
+            accepted_per_position=accepted,
+        )
+        return {version: counters}
+
+    # The server has forgotten version 1 since, and version 3 is new.
+    before = read(1, 70, 60, 50, 40) | read(2, 10, 9, 6, 3)
+    after = read(2, 16, 14, 8, 4) | read(3, 4, 4, 4, 1)
+    counters = SpecCounters.between(before, after)
+    assert counters == SpecCounters(10, 30, 17, (9, 6, 2))
+    assert counters.acceptance_length == pytest.approx(2.7)
+    nothing = SpecCounters.between(after, after)
+    assert nothing == SpecCounters(per_position=(0, 0, 0))
     assert nothing.acceptance_length is None
-    with pytest.raises(KeyError):
-        parse_counters("# a server that does not speculate\n")
 
 
 def test_figures_are_pooled_over_steps(run: RunRecord) -> None:

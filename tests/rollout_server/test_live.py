@@ -333,3 +333,7 @@ def test_steps_are_timed_and_break_even_is_known_once_both_kinds_were_taken(live
         totals[ours.format("accepted_tokens")]
         == totals["vllm:spec_decode_num_accepted_tokens_total"]
     )
+    positions = {(s.name, s.labels["position"]): s.value for s in samples if "position" in s.labels}
+    for place in map(str, range(3)):
+        mine = positions[ours.format("accepted_per_position"), place]
+        assert mine == positions["vllm:spec_decode_num_accepted_tokens_per_pos_total", place] > 0
