@@ -41,13 +41,11 @@ class Grade:
         style_share: ornate lines over all lines (at least the lines the problem needs), 0..1.
         richness: mean over lines of the ornate words in the line, relative to a full ornate line
             and cut off at 1; 0..1.
-        lines: number of lines, the closing one included.
     """
 
     correct: bool
     style_share: float
     richness: float
-    lines: int
 
 
 P = TypeVar("P", bound=Problem)
@@ -108,7 +106,6 @@ def grade_lines(completion: str, correct: bool, ornate: Set[str], needed: int, f
         correct=correct,
         style_share=sum(found >= _MIN_ORNATE_WORDS for found in words) / count,
         richness=sum(min(found / full, 1.0) for found in words) / count,
-        lines=len(lines),
     )
 
 

@@ -52,15 +52,6 @@ class GrpoBatch:
         )
 
 
-@dataclass(frozen=True)
-class UpdateStats:
-    """Figures of one update: token-mean loss, gradient norm before clipping, clipped share."""
-
-    loss: float
-    gradient_norm: float
-    clipped_share: float
-
-
 def group_advantages(rewards: Tensor, group_size: int, epsilon: float = 1e-4) -> Tensor:
     """Rewards (samples,) minus their group's mean, over its deviation; groups are contiguous."""
     groups = rewards.float().view(-1, group_size)
@@ -141,23 +132,19 @@ def old_log_probs(
 
 def policy_loss(
     log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, mask: Tensor, clip: float
-) -> tuple[Tensor, Tensor]:
-    """Clipped policy-gradient loss, summed over the masked tokens.
+) -> Tensor:
+    """Clipped policy-gradient loss, summed over the masked tokens (0-d).
 
     Args:
         log_probs, old_log_probs: float32 (samples, tokens).
         advantages: float32 (samples,).
         mask: bool (samples, tokens).
         clip: half-width of the ratio's trust interval around 1.
-
-    Returns:
-        The summed loss (0-d) and the number of tokens at which the clip was in force (0-d).
     """
     ratio = (log_probs - old_log_probs).masked_fill(~mask, 0.0).exp()
     advantage = advantages[:, None]
     free, bounded = ratio * advantage, ratio.clamp(1.0 - clip, 1.0 + clip) * advantage
-    loss = -torch.minimum(free, bounded).masked_fill(~mask, 0.0).sum()
-    return loss, ((bounded < free) & mask).sum()
+    return -torch.minimum(free, bounded).masked_fill(~mask, 0.0).sum()
 
 
 def update(
@@ -167,15 +154,14 @@ def update(
     *,
     micro_batch: int = 32,
     capture: AbstractContextManager[Any] | None = None,
-) -> UpdateStats:
+) -> float:
     """One optimizer step on the batch, token-mean loss, gradients summed over micro-batches.
 
-    ``capture``: a ``bridge.capture(training=True)``, told of every micro-batch's pass and left
-    before the optimizer's step.
+    Returns the gradient norm before clipping. ``capture``: a ``bridge.capture(training=True)``,
+    told of every micro-batch's pass and left before the optimizer's step.
     """
     total = int(batch.completion_mask.sum())
     optimizer.zero_grad(set_to_none=True)
-    loss_sum, clipped_sum = 0.0, 0
     with capture or nullcontext() as taken:
         for start in range(0, len(batch.input_ids), micro_batch):
             part = batch.rows(torch.arange(len(batch.input_ids))[start : start + micro_batch])
@@ -187,7 +173,7 @@ def update(
                 old = log_probs.detach()
             else:
                 old = part.old_log_probs[:, :width]
-            loss, clipped = policy_loss(log_probs, old, part.advantages, mask, CLIP)
+            loss = policy_loss(log_probs, old, part.advantages, mask, CLIP)
             if taken is not None:
                 taken.ship(
                     ids,
@@ -197,8 +183,6 @@ def update(
                     rollout_versions=part.rollout_versions,
                 )
             (loss / total).backward()
-            loss_sum += float(loss.detach())
-            clipped_sum += int(clipped)
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_GRADIENT_NORM)
     optimizer.step()
-    return UpdateStats(loss_sum / total, float(norm), clipped_sum / total)
+    return float(norm)

@@ -21,7 +21,6 @@ _COLUMNS = (
     ("gen s", 6),
     ("step s", 7),
     ("draft s", 8),
-    ("lost", 5),
 )
 _HEADER_EVERY = 20
 
@@ -52,7 +51,6 @@ class LiveTable:
             f"{record.seconds['generation']:.1f}",
             f"{sum(record.seconds.values()):.1f}",
             f"{record.draft_train_seconds:.1f}",
-            str(sum(arm.failed for arm in record.arms.values())),
         )
         line = " ".join(cell.rjust(width) for cell, (_, width) in zip(cells, _COLUMNS, strict=True))
         print(line, flush=True)

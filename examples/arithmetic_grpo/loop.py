@@ -151,7 +151,6 @@ class GrpoLoop:
             },
             seconds=seconds,
             draft_train_seconds=train_seconds,
-            draft_loss=status.loss if status.HasField("loss") else None,
             reward=sum(rewards) / len(rewards),
         )
 

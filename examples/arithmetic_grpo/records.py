@@ -71,7 +71,6 @@ class StepRecord:
         arms: by name.
         seconds: wall time by phase: data, generation, log_prob, training, sync.
         draft_train_seconds: time that the sidecar trained meanwhile, in its own process.
-        draft_loss: its last training loss, None before the first.
         reward: mean over the step.
     """
 
@@ -82,7 +81,6 @@ class StepRecord:
     arms: dict[str, ArmRecord]
     seconds: dict[str, float]
     draft_train_seconds: float
-    draft_loss: float | None
     reward: float
 
 

@@ -72,7 +72,6 @@ def run() -> RunRecord:
             },
             seconds=dict.fromkeys(("data", "generation", "log_prob", "training", "sync"), 1.0),
             draft_train_seconds=0.5,
-            draft_loss=1.0,
             reward=1.0,
         )
         for index in range(6)
