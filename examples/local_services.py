@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -26,6 +27,14 @@ CALL_SECONDS = 240.0
 LOGPROBS = ("--logprobs-mode", "processed_logprobs")
 """For a loop that compares log-probabilities at its sampling temperature."""
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
+Settings = Mapping[str, Mapping[str, object]]
+SHORT: Settings = {
+    "replay": {"held_out_fraction": 0.2, "max_epochs": 6},
+    "training": {"learning_rate": 2e-3, "ttt_steps": DRAFT_LENGTH, "batch_tokens": 1024},
+    # Examples and tests are too short for training to pay; they show that it works.
+    "economy": {"mode": "always"},
+}
+"""A draft trainer's settings where few samples come."""
 T = TypeVar("T")
 
 
@@ -34,27 +43,35 @@ def script(name: str) -> str:
     return str(Path(sys.executable).parent / name)
 
 
-def draft_trainer(out: Path, server: str, *sections: str, training: str = "") -> Service:
-    """``draft-trainer serve`` for the arithmetic draft.
+def draft_trainer(
+    out: Path,
+    server: str,
+    settings: Settings = SHORT,
+    *,
+    draft: Path = ARITHMETIC / "draft",
+    metrics_port: int | None = None,
+) -> Service:
+    """``draft-trainer serve``.
 
     Args:
         out: where its configuration, log and releases go.
         server: control address of the rollout server that it publishes to.
-        sections: more of the configuration, for example ``"[gate]\\nmin_gain = 0.1"``.
-        training: more keys of ``[training]``.
+        settings: the rest of its configuration, by section and key.
+        draft: release 0.
+        metrics_port: a free one if None.
     """
     port, config = free_port(), out / "draft-trainer.toml"
-    draft, releases = ARITHMETIC / "draft", (out / "releases").resolve()
-    # Examples and tests are too short for training to pay; they show that it works.
-    config.write_text(
-        f"[server]\nport = {port}\nmetrics_port = {free_port()}\n"
-        f'[draft]\ninitial = "{draft}"\nregistry = "{releases}"\n'
-        "[replay]\nheld_out_fraction = 0.2\nmax_epochs = 6\n"
-        "[training]\nlearning_rate = 2e-3\nttt_steps = 3\nbatch_tokens = 1024\n"
-        f"{training}\n"
-        '[economy]\nmode = "always"\n'
-        f'[publish]\nrollout_servers = ["{server}"]\n' + "\n".join(sections)
-    )
+    named: Settings = {
+        "server": {"port": port, "metrics_port": metrics_port or free_port()},
+        "draft": {"initial": str(draft.resolve()), "registry": str((out / "releases").resolve())},
+        "publish": {"rollout_servers": [server]},
+    }
+    lines = []
+    for section in {**named, **settings}:
+        lines.append(f"[{section}]")
+        for key, value in {**named.get(section, {}), **settings.get(section, {})}.items():
+            lines.append(f"{key} = {json.dumps(value)}")
+    config.write_text("\n".join(lines) + "\n")
     command = [script("draft-trainer"), "serve", "--config", str(config)]
     log = out / "draft-trainer.log"
     return Service("draft-trainer", command, log, f"127.0.0.1:{port}", ONE_THREAD)

@@ -35,7 +35,13 @@ from examples.arithmetic_grpo.summary import (
 )
 from examples.arithmetic_grpo.watch import addresses, prometheus_beside, served
 from examples.figures import Target, target_table
-from examples.local_services import DRAFT_LENGTH, READY_TIMEOUT, RolloutServer, script
+from examples.local_services import (
+    DRAFT_LENGTH,
+    READY_TIMEOUT,
+    RolloutServer,
+    Settings,
+    draft_trainer,
+)
 from policy_bridge import BridgeConfig, PolicyBridge
 from policy_bridge.sync import policy_tensors
 
@@ -83,21 +89,19 @@ def _run(options: argparse.Namespace, seed: int, directory: Path, began: float) 
     server = RolloutServer(
         directory / "rollout-server.log", *kind, policy=options.policy, draft=options.draft
     )
-    ports = {name: free_port() for name in ("trainer", "metrics", "bridge")}
+    ports = {name: free_port() for name in ("metrics", "bridge")}
     ports["http"] = int(server.http.rpartition(":")[2])
-    config = directory / "draft-trainer.toml"
-    config.write_text(_trainer_config(options, seed, directory, ports, server.control))
     torch.manual_seed(seed)
     # A core each for the policy and the trainer: with two threads on two cores, one of the two
     # always waits for the core that the trainer uses.
     torch.set_num_threads(2 if len(os.sched_getaffinity(0)) > 2 else 1)
     run = RunRecord(settings={key: str(value) for key, value in vars(options).items()})
-    trainer = Service(
-        "draft-trainer",
-        [script("draft-trainer"), "serve", "--config", str(config)],
-        directory / "draft-trainer.log",
-        f"127.0.0.1:{ports['trainer']}",
-        {"OMP_NUM_THREADS": "1"},
+    trainer = draft_trainer(
+        directory,
+        server.control,
+        _settings(options, seed, directory),
+        draft=options.draft,
+        metrics_port=ports["metrics"],
     )
     prometheus = prometheus_beside(directory, ports) if options.watch else None
     watching = [] if prometheus is None else [prometheus.service]
@@ -238,60 +242,32 @@ def _ngram_speed(
     table.note("")
 
 
-def _trainer_config(
-    options: argparse.Namespace, seed: int, directory: Path, ports: dict[str, int], server: str
-) -> str:
-    recording = f'directory = "{(directory / "states").resolve()}"' if options.record else ""
-    return f"""\
-# Written by the demo; `draft-trainer serve --config FILE` reads it.
-[server]
-port = {ports["trainer"]}
-metrics_port = {ports["metrics"]}
-
-[draft]
-kind = "{options.draft_kind}"
-initial = "{options.draft.resolve()}"
-policy = "{options.policy.resolve()}"
-registry = "{(directory / "releases").resolve()}"
-
-[replay]
-capacity_bytes = {512 << 20}
-held_out_fraction = 0.2
-max_epochs = 6
-
-[training]
-threads = 1
-compute_dtype = "bfloat16"
-ttt_steps = {DRAFT_LENGTH}
-batch_tokens = 1024
-learning_rate = 1e-3
-weight_averaging = 0.95
-# About one candidate for each sync: more of them would be replaced before they are committed.
-steps_per_candidate = 32
-seed = {seed}
-
-[gate]
-newest_versions = 4
-# The policy moves fast: a draft that is probably better now is worth more than one that is
-# certainly better three steps later.
-confidence = 0.6
-
-[publish]
-rollout_servers = ["{server}"]
-# The demo itself switches the server between old and new drafts to compare them.
-reconcile_s = 0
-num_speculative_tokens = {DRAFT_LENGTH}
-
-[canary]
-share = 0
-
-[economy]
-# The comparison needs an adapted draft, whether or not it pays in a run this short.
-mode = "always"
-
-[recording]
-{recording}
-"""
+def _settings(options: argparse.Namespace, seed: int, directory: Path) -> Settings:
+    states = {"directory": str((directory / "states").resolve())}
+    return {
+        "draft": {"kind": options.draft_kind, "policy": str(options.policy.resolve())},
+        "replay": {"capacity_bytes": 512 << 20, "held_out_fraction": 0.2, "max_epochs": 6},
+        "training": {
+            "threads": 1,
+            "compute_dtype": "bfloat16",
+            "ttt_steps": DRAFT_LENGTH,
+            "batch_tokens": 1024,
+            "learning_rate": 1e-3,
+            "weight_averaging": 0.95,
+            # About one candidate for each sync: more would be replaced before they are committed.
+            "steps_per_candidate": 32,
+            "seed": seed,
+        },
+        # The policy moves fast: a draft that is probably better now is worth more than one that is
+        # certainly better three steps later.
+        "gate": {"newest_versions": 4, "confidence": 0.6},
+        # The demo itself switches the server between old and new drafts to compare them.
+        "publish": {"reconcile_s": 0, "num_speculative_tokens": DRAFT_LENGTH},
+        "canary": {"share": 0},
+        # The comparison needs an adapted draft, whether or not it pays in a run this short.
+        "economy": {"mode": "always"},
+        "recording": states if options.record else {},
+    }
 
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:

@@ -27,7 +27,15 @@ from examples.arithmetic_grpo.processes import ServiceError, Services, free_port
 from examples.arithmetic_grpo.records import ADAPTED, FROZEN, OFF
 from examples.async_grpo.loop import AsyncGrpo, AsyncSettings, AsyncStep
 from examples.figures import Target, finish, table, write
-from examples.local_services import ARITHMETIC, READY_TIMEOUT, RolloutServer, draft_trainer
+from examples.local_services import (
+    ARITHMETIC,
+    DRAFT_LENGTH,
+    READY_TIMEOUT,
+    SHORT,
+    RolloutServer,
+    Settings,
+    draft_trainer,
+)
 from policy_bridge import BridgeConfig, PolicyBridge
 from policy_bridge.adapters.completions import CompletionsClient
 from slipstream.client import open_channel
@@ -37,22 +45,21 @@ from slipstream.v1 import draft_trainer_pb2_grpc as trainer_grpc
 SPECULATION = (OFF, FROZEN, ADAPTED)
 LAGS = (0, 1, 2, 4)
 CALL_SECONDS = 60.0
-TRAINING = """\
-compute_dtype = "bfloat16"
-weight_averaging = 0.95
-# About one candidate for each sync.
-steps_per_candidate = 32
-# The policy's core and the engine's come first.
-nice = 19
-"""
-SECTIONS = """\
-num_speculative_tokens = 3
-[gate]
-newest_versions = 4
-confidence = 0.6
-[canary]
-share = 0
-"""
+SETTINGS: Settings = {
+    **SHORT,
+    "training": {
+        **SHORT["training"],
+        "compute_dtype": "bfloat16",
+        "weight_averaging": 0.95,
+        # About one candidate for each sync.
+        "steps_per_candidate": 32,
+        # The policy's core and the engine's come first.
+        "nice": 19,
+    },
+    "publish": {"num_speculative_tokens": DRAFT_LENGTH},
+    "gate": {"newest_versions": 4, "confidence": 0.6},
+    "canary": {"share": 0},
+}
 
 Pair = tuple[int, int]
 Counts = dict[Pair, tuple[int, int]]
@@ -170,7 +177,7 @@ def run_arm(arm: Arm, options: argparse.Namespace, server: RolloutServer, folder
     with ExitStack() as stack:
         trainer = f"127.0.0.1:{free_port()}"
         if arm.speculation == ADAPTED:
-            service = draft_trainer(folder, server.control, SECTIONS, training=TRAINING)
+            service = draft_trainer(folder, server.control, SETTINGS)
             stack.enter_context(Services(service))
             service.wait_ready(READY_TIMEOUT)
             trainer = service.health

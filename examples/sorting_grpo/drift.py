@@ -24,13 +24,13 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from examples.arithmetic_grpo.grpo import group_advantages, old_log_probs, pad_batch, update
-from examples.arithmetic_grpo.processes import Service, Services, free_port
+from examples.arithmetic_grpo.processes import Services
 from examples.arithmetic_grpo.rollouts import RolloutClient, SpecCounters
 from examples.arithmetic_grpo.sampling import completion_text, prompt_ids
 from examples.arithmetic_grpo.summary import followed, interval, pooled_seeds
 from examples.arithmetic_grpo.tokenizer import PAD_ID
 from examples.figures import Target, machine, target_table
-from examples.local_services import ONE_THREAD, READY_TIMEOUT, RolloutServer, script
+from examples.local_services import READY_TIMEOUT, RolloutServer, Settings, draft_trainer
 from examples.sorting_grpo import task
 from examples.task import reward
 from policy_bridge import BridgeConfig, PolicyBridge
@@ -41,6 +41,7 @@ VERSIONS = 20
 """Of the policy, after the first."""
 UPDATES = 3
 """Optimizer steps of each."""
+SETTINGS: Settings = {"economy": {"mode": "always"}}
 
 
 @dataclass(frozen=True)
@@ -62,15 +63,6 @@ class Version:
     correct: float
 
 
-def trainer_toml(ports: tuple[int, int], draft: Path, folder: Path, server: str) -> str:
-    """The draft, the servers and ``economy.mode``; the ports are this machine's free ones."""
-    return (
-        f"[server]\nport = {ports[0]}\nmetrics_port = {ports[1]}\n"
-        f'[draft]\ninitial = "{draft.resolve()}"\nregistry = "{folder / "releases"}"\n'
-        f'[publish]\nrollout_servers = ["{server}"]\n[economy]\nmode = "always"\n'
-    )
-
-
 def drift(options: argparse.Namespace, seed: int, folder: Path) -> list[Version]:
     """One run; returns what each policy version met."""
     torch.manual_seed(seed)
@@ -78,13 +70,7 @@ def drift(options: argparse.Namespace, seed: int, folder: Path) -> list[Version]
         RolloutServer(folder / f"{name}.log", policy=options.policy, draft=options.draft)
         for name in ("adapted", "frozen")
     ]
-    ports = (free_port(), free_port())
-    config = folder / "trainer.toml"
-    config.write_text(trainer_toml(ports, options.draft, folder.resolve(), servers[0].control))
-    command = [script("draft-trainer"), "serve", "--config", str(config)]
-    trainer = Service(
-        "draft-trainer", command, folder / "trainer.log", f"127.0.0.1:{ports[0]}", ONE_THREAD
-    )
+    trainer = draft_trainer(folder, servers[0].control, SETTINGS, draft=options.draft)
     services = [trainer, *(server.service for server in servers)]
     with Services(*services) as running:
         for service in services:

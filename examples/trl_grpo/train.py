@@ -29,6 +29,7 @@ from examples.local_services import (
     ARITHMETIC,
     LOGPROBS,
     READY_TIMEOUT,
+    SHORT,
     RolloutServer,
     draft_trainer,
 )
@@ -110,7 +111,7 @@ def main(argv: list[str] | None = None) -> int:
     options = parser.parse_args(argv)
     options.out.mkdir(parents=True, exist_ok=True)
     server = RolloutServer(options.out / "rollout-server.log", *LOGPROBS)
-    trainer = draft_trainer(options.out, server.control, "[gate]\nconfidence = 0.6")
+    trainer = draft_trainer(options.out, server.control, {**SHORT, "gate": {"confidence": 0.6}})
     with server, Services(trainer):
         model = AutoModelForCausalLM.from_pretrained(ARITHMETIC / "policy", dtype=torch.float32)
         trainer.wait_ready(READY_TIMEOUT)

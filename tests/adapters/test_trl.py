@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Trainer
 
 from examples.arithmetic_grpo.processes import Services
 from examples.arithmetic_grpo.tokenizer import token_ids
-from examples.local_services import draft_trainer
+from examples.local_services import SHORT, draft_trainer
 from examples.trl_grpo.train import grpo_trainer, open_bridge
 from policy_bridge import PolicyBridge
 from policy_bridge.adapters.completions import Completion, CompletionsClient
@@ -181,7 +181,7 @@ def test_real_rollouts_come_from_the_synced_weights_and_feed_the_draft_trainer(
 ) -> None:
     before = server.stub.GetState(rollout_pb.GetStateRequest(), timeout=30)
     # No release may come of it: the server is shared, and left as it was found.
-    service = draft_trainer(tmp_path, server.control, "[gate]\nmin_gain = 100.0")
+    service = draft_trainer(tmp_path, server.control, {**SHORT, "gate": {"min_gain": 100.0}})
     model = load_policy(policy_dir)
     errors: list[float] = []
     with Services(service), CompletionsClient([server.http], "policy") as client:

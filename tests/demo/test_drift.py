@@ -12,11 +12,13 @@ from draft_trainer.config import TrainerConfig
 from draft_trainer.config_file import parse_config
 from examples.arithmetic_grpo.grpo import GrpoBatch
 from examples.arithmetic_grpo.rollouts import SpecCounters
-from examples.sorting_grpo.drift import Version, document_of, over_seeds, trainer_toml
+from examples.local_services import draft_trainer
+from examples.sorting_grpo.drift import SETTINGS, Version, document_of, over_seeds
 
 
 def test_the_trainer_is_told_the_draft_and_the_servers_alone(tmp_path: Path) -> None:
-    given = tomllib.loads(trainer_toml((1, 2), tmp_path / "draft", tmp_path, "127.0.0.1:3"))
+    draft_trainer(tmp_path, "127.0.0.1:3", SETTINGS, draft=tmp_path / "draft")
+    given = tomllib.loads((tmp_path / "draft-trainer.toml").read_text())
     assert {name: set(keys) for name, keys in given.items()} == {
         "server": {"port", "metrics_port"},
         "draft": {"initial", "registry"},
