@@ -2,8 +2,8 @@
 
 Runs the demo (a real trainer, a real vLLM server, a policy that learns) and, once a release of its
 own is served and the policy has come far enough, takes ``docs/web.png`` from the page in Chromium
-and ``docs/top.png`` from ``draft-trainer top`` in tmux: both, or none where one was not taken.
-Needs ``apt-get install chromium tmux fonts-dejavu-core``.
+and ``docs/top.png`` from what ``draft-trainer top`` draws: both, or none where one was not taken.
+Needs ``apt-get install chromium fonts-dejavu-core``.
 """
 
 from __future__ import annotations
@@ -11,8 +11,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
-import os
-import shlex
 import shutil
 import signal
 import subprocess
@@ -24,10 +22,10 @@ from functools import partial
 from pathlib import Path
 
 import grpc
-from rich.ansi import AnsiDecoder
 from rich.console import Console
 from rich.terminal_theme import TerminalTheme
 
+from draft_trainer.cli import top
 from slipstream.client import open_channel
 from slipstream.v1 import draft_trainer_pb2 as pb
 from slipstream.v1 import draft_trainer_pb2_grpc as pb_grpc
@@ -49,13 +47,15 @@ THEME = TerminalTheme(
     ],
 )
 PAGE = """<!doctype html><meta charset="utf-8"><style>
-html { background: #10151c; } body { margin: 0; padding: 14px 18px; }
-pre { margin: 0; font: 15px/19px "DejaVu Sans Mono", monospace; color: #e4e9f0; }
+html { background: #10151c; }
+body { margin: 0; padding: 14px 18px; height: 100vh; box-sizing: border-box; }
+pre { margin: 0; height: 100%; overflow: hidden; color: #e4e9f0; }
+pre { font: 15px/19px "DejaVu Sans Mono", monospace; }
 </style><pre>{code}</pre>"""
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Take both pictures; 1 where a program is missing or the demo ended early."""
+    """Take both pictures; 1 where Chromium is missing or the demo ended early."""
     parser = argparse.ArgumentParser(
         prog="python -m docs.screenshots", description=__doc__.split("\n")[0]
     )
@@ -65,9 +65,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--prompts", type=int, default=12, help="of the demo, a step (default: 12)")
     parser.add_argument("--out", type=Path, default=DOCS, help="folder (default: docs)")
     options = parser.parse_args(argv)
-    missing = [name for name in ("chromium", "tmux") if shutil.which(name) is None]
-    if missing:
-        print(f"not found: {', '.join(missing)}; apt-get install {' '.join(missing)}")
+    if shutil.which("chromium") is None:
+        print("not found: chromium; apt-get install chromium")
         return 1
     with tempfile.TemporaryDirectory() as folder:
         run = Path(folder) / "run"
@@ -139,37 +138,16 @@ def _check(demo: subprocess.Popen[bytes]) -> None:
 
 
 def take_top(address: str, picture: Path, scratch: Path) -> None:
-    """What ``draft-trainer top`` draws in a terminal of its own."""
-    tmux = ["tmux", "-L", f"screenshots-{os.getpid()}", "-f", os.devnull]
-    code = "import sys; from draft_trainer.cli.main import main; sys.exit(main())"
-    command = shlex.join([sys.executable, "-c", code, "top", "--address", address])
-    size = ["-x", str(COLUMNS), "-y", str(ROWS)]
-    environment = {**os.environ, "COLORTERM": "truecolor", "LC_ALL": "C.UTF-8"}
-    subprocess.run(
-        [*tmux, "new-session", "-d", *size, f"TERM=tmux-256color {command}"],
-        check=True,
-        env=environment,
-    )
-    try:
-        end, screen = time.monotonic() + 60, ""
-        while "events" not in screen and time.monotonic() < end:
-            time.sleep(1)
-            capture = [*tmux, "capture-pane", "-e", "-p"]
-            screen = subprocess.run(capture, capture_output=True, text=True, check=True).stdout
-    finally:
-        subprocess.run([*tmux, "kill-server"], check=False)
-    if "events" not in screen:
-        raise SystemExit(f"draft-trainer top drew no events in 60 s, but:\n{screen}")
-    console = Console(record=True, width=COLUMNS, file=io.StringIO())
-    # One decoder for all lines: tmux says only what changes from one to the next.
-    for line in AnsiDecoder().decode(screen):
-        console.print(line, no_wrap=True, overflow="crop")
+    """What ``draft-trainer top`` draws."""
+    console = Console(record=True, highlight=False, width=COLUMNS, file=io.StringIO())
+    with open_channel(address) as channel:
+        console.print(top.picture(top.Seen.of(pb_grpc.DraftTrainerStub(channel), address, 10.0)))
     page = scratch / "top.html"
     html = console.export_html(
         theme=THEME, inline_styles=True, code_format=PAGE.replace("{ ", "{{ ").replace(" }", " }}")
     )
     page.write_text(html)
-    width, height = COLUMNS * CELL[0] + 40, ROWS * CELL[1] + 30
+    width, height = COLUMNS * CELL[0] + 40, ROWS * CELL[1] + 28
     take_page(page.as_uri(), picture, scratch, width, height)
 
 
