@@ -1,0 +1,88 @@
+"""Generated pages are what their generators make, and what is written beside that is true."""
+
+from __future__ import annotations
+
+import json
+import re
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from docs import make_architecture, make_metrics, make_results
+from docs.make_metrics import PROCESSES, Process
+
+ROOT = make_architecture.ROOT
+ARCHITECTURE = make_architecture.PAGE.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("path", "made"),
+    [
+        (make_architecture.PAGE, make_architecture.page),
+        (make_metrics.PAGE, make_metrics.page),
+        (make_results.PAGE, make_results.page),
+        (make_results.README, make_results.readme),
+        (make_results.INTEGRATIONS, make_results.integrations),
+    ],
+)
+def test_a_page_is_current(path: Path, made: Callable[[], str]) -> None:
+    assert path.read_text(encoding="utf-8") == made(), f"run python -m {made.__module__}"
+
+
+def test_economics_has_the_committed_ratios_of_draft_length() -> None:
+    results = make_results.RESULTS / "draft_length.json"
+    cells = json.loads(results.read_text())["cells"]
+    none, best = ([c[of] for c in cells] for of in ("over_none", "over_best"))
+    quoted = [
+        f"{min(medians):.2f} to {max(medians):.2f}"
+        for medians in ([statistics.median(rounds) for rounds in of] for of in (none, best))
+    ]
+    text = " ".join((ROOT / "docs" / "economics.md").read_text(encoding="utf-8").split())
+    assert f"`auto` is {quoted[0]} times as fast as no speculation" in text
+    assert f"and {quoted[1]} times as fast as the best fixed choice" in text
+    spread = max(max(rounds) / min(rounds) for rounds in none + best)
+    assert f"the median of seven rounds, which differ by a factor of up to {spread:.1f}" in text
+
+
+@pytest.mark.parametrize("process", PROCESSES, ids=lambda p: p.title)
+def test_names_follow_the_convention(process: Process) -> None:
+    names = [metric.name for metric in process.metrics]
+    assert len(names) == len(set(names)) >= 20
+    for metric in process.metrics:
+        assert re.fullmatch(r"[a-z][a-z0-9]*(_[a-z0-9]+)*", metric.name), metric.name
+        assert metric.name.endswith("_total") == (metric.kind == "counter"), metric.name
+        assert not metric.name.endswith(("_count", "_sum", "_bucket")), metric.name
+        assert metric.help.endswith("."), metric.name
+        if metric.kind == "histogram":
+            assert metric.name.endswith(("_seconds", "_ratio")), metric.name
+
+
+def test_the_notes_name_metrics_that_exist() -> None:
+    names = {metric.name for process in PROCESSES for metric in process.metrics}
+    # A name with a star stands for several.
+    used = re.findall(
+        r"slipstream_(?:rollout|trainer|bridge)_\w+(?![*\w])", make_metrics.NOTES.read_text()
+    )
+    assert {name for name in used if not name.endswith("_")} <= names
+
+
+def section(title: str) -> str:
+    """A section of docs/architecture.md, from its heading to the next one."""
+    return ARCHITECTURE.partition(f"\n## {title}\n")[2].partition("\n## ")[0]
+
+
+def test_the_ways_of_a_sample_and_of_a_release_exist_and_are_short() -> None:
+    for title, most in (("The life of a sample", 30), ("The life of a release", 40)):
+        passed = re.findall(r"^\d+\. `(\S+)`$", section(title), re.MULTILINE)
+        assert 10 < len(passed) <= most and len(set(passed)) == len(passed), title
+        for path in passed:
+            assert (ROOT / path).exists(), path
+
+
+def test_ten_questions_are_answered_by_files() -> None:
+    answers = re.findall(r"^\| .*\? \| `(\S+)`.* \|$", section("Ten questions"), re.MULTILINE)
+    assert len(answers) == 10
+    for path in answers:
+        assert (ROOT / path).exists(), path
