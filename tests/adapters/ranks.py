@@ -1,4 +1,4 @@
-"""Two ranks on gloo: the loop of ``examples.torch_loop`` on FSDP2, and a policy cut in two.
+"""Two ranks on gloo: ``examples.torch_loop`` on FSDP2, a policy cut in two, and a sharded one.
 
 ``python -m tests.adapters.ranks LOOP_TRAINER CONTROL PIPELINE_TRAINER POLICY OUT``; each rank
 writes what it saw to ``OUT/rank-N.json``. One interpreter forks into two: importing twice would
@@ -12,6 +12,7 @@ import os
 import random
 import sys
 from collections.abc import Mapping, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +27,12 @@ from examples.torch_loop.train import load, train
 from policy_bridge import BridgeConfig, PolicyBridge
 from policy_bridge.adapters.completions import Completion
 from policy_bridge.adapters.pipeline import PipelineCapture, StagedPolicy
+from tests.policy_bridge.sharded_process import check_rank
 
 STEPS = 2
 CUT, AUX_LAYERS = 5, (2, 5, 7)
 DEADLINE = 300.0
+TIMEOUT = timedelta(seconds=240)
 
 
 def any_score(problem: Problem, text: str) -> float:
@@ -155,11 +158,12 @@ def main(argv: list[str]) -> int:
     rank = int(child == 0)
     loop_trainer, control, pipeline_trainer, policy, out = argv
     store = f"file://{out}/store"
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=2)
+    dist.init_process_group("gloo", timeout=TIMEOUT, init_method=store, rank=rank, world_size=2)
     found = {
         "loop": loop(Path(policy), loop_trainer, control),
         "pipeline": pipeline(Path(policy), pipeline_trainer),
     }
+    check_rank()
     Path(out, f"rank-{rank}.json").write_text(json.dumps(found))
     dist.barrier()
     dist.destroy_process_group()

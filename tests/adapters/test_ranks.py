@@ -94,6 +94,7 @@ def seen(policy_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait(10)
+        # tests.policy_bridge.sharded_process asserts on the ranks themselves.
         assert process.returncode == 0, errors
         ranks = [json.loads((out / f"rank-{rank}.json").read_text()) for rank in range(2)]
         yield Seen(ranks, loop, pipeline, rollout)

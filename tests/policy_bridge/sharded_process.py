@@ -1,10 +1,6 @@
-"""One rank of a sharded policy: arguments RANK WORLD FOLDER."""
+"""What a rank of a sharded policy checks, in a process group (``tests.adapters.ranks``)."""
 
 from __future__ import annotations
-
-import sys
-from datetime import timedelta
-from pathlib import Path
 
 import pytest
 import torch
@@ -21,15 +17,10 @@ from tests.policy_bridge.conftest import batch
 from tests.policy_bridge.windows import Windows, assert_same_bits, gradients, session_of
 from tests.tiny import tiny_qwen3
 
-DEADLINE = timedelta(seconds=240)
 
-
-def check_rank(rank: int, world: int, folder: Path) -> None:
+def check_rank() -> None:
     """Everything that a rank of an FSDP2 policy does with a bridge."""
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder / 'rendezvous'}", rank=rank, world_size=world,
-        timeout=DEADLINE,
-    )  # fmt: skip
+    rank, world = dist.get_rank(), dist.get_world_size()
     whole, model = tiny_qwen3(), tiny_qwen3()
     mesh = init_device_mesh("cpu", (world,))
     for layer in model.model.layers:
@@ -101,9 +92,3 @@ def check_rank(rank: int, world: int, folder: Path) -> None:
         assert {name: tuple(t.shape) for name, t in pushed.items()} == {
             name: tuple(t.shape) for name, t in whole.state_dict().items()
         }
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    check_rank(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))

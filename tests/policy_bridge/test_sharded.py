@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -35,8 +33,6 @@ from .doubles import DEADLINE, FakeTrainer
 from .test_models import check_states, qwen3_moe
 from .test_peft import adapted
 from .windows import Batch, Windows, assert_same_bits, gradients, hooks_on, own_logprobs, session_of
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
@@ -208,27 +204,6 @@ def test_a_rank_without_memory_to_gather_ends_the_sync(
     sync(bridge, 1)
     deliver(bridge, model, batch((9, 7)))
     assert bridge.stats().accepted == 2
-
-
-def test_two_ranks_shard_a_policy_and_one_reaches_the_trainer(tmp_path: Path) -> None:
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-m", f"{__package__}.sharded_process", str(rank), "2", str(tmp_path)],
-            cwd=ROOT,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        for rank in ranks:
-            output, _ = rank.communicate(timeout=600)
-            assert rank.returncode == 0, output
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
 
 
 @pytest.mark.parametrize("given", [(), ("logprobs",), ("logprobs", "logits")])
