@@ -51,6 +51,12 @@ TABLE = StepTable.of(ROWS)
 RATES = (0.8, 0.6, 0.4)
 
 
+def plan_of(costs: StepTable, **fleet: Any) -> dict[str, Any]:
+    """The plan of a loop that only generates, on measured costs."""
+    told = {"costs_source": "by hand", "loop": Loop(0.0), "upkeep": Upkeep()}
+    return make_plan(Fleet(costs=costs, **told, **fleet))
+
+
 def test_a_table_is_linear_between_its_points_and_ends_at_the_largest() -> None:
     assert TABLE.draft_lengths == (OFF, 3)
     assert TABLE.seconds(OFF, 8) == 0.012
@@ -121,18 +127,7 @@ def test_a_zero_in_a_table_costs_a_run_of_the_draft() -> None:
     )
 
     def planned(rollouts: int) -> dict[str, Any]:
-        return make_plan(
-            Fleet(
-                costs=costs,
-                costs_source="by hand",
-                rates=(0.5,),
-                lengths=[30],
-                loop=Loop(0.0),
-                upkeep=Upkeep(),
-                rollouts=rollouts,
-                requests=2,
-            )
-        )
+        return plan_of(costs, rates=(0.5,), lengths=[30], rollouts=rollouts, requests=2)
 
     # Thirty steps of two requests with a draft that proposes nothing, then one request with drafts.
     plan = planned(3)
@@ -156,19 +151,9 @@ def test_costs_without_a_zero_do_not_rule_out_a_table_with_one(
     rows = [(b, 0, s) for b, s in plain] + [(b, 3, s * slower) for b, s in drafted]
 
     def planned(costs: StepTable) -> dict[str, Any]:
-        return make_plan(
-            Fleet(
-                costs=costs,
-                costs_source="by hand",
-                rates=(0.8, 0.65, 0.5),
-                lengths=read_lengths("lognormal:1000,1,16000"),
-                loop=Loop(0.0),
-                upkeep=Upkeep(),
-                rollouts=1536,
-                requests=256,
-                steps=2,
-            )
-        )
+        lengths = read_lengths("lognormal:1000,1,16000")
+        rates, sizes = (0.8, 0.65, 0.5), {"rollouts": 1536, "requests": 256, "steps": 2}
+        return plan_of(costs, rates=rates, lengths=lengths, **sizes)
 
     unknown = planned(StepTable.of(rows))
     assert unknown["num_speculative_tokens_per_batch_size"] == []
@@ -334,17 +319,7 @@ def test_a_zero_that_was_timed_too_fast_costs_a_plain_step() -> None:
     """Noise does not make a table that never drafts faster than no speculation."""
     table, _ = served_costs(exposition(plain=5, zero_seconds=0.0097))
     assert table.seconds(0, 1) == table.seconds(OFF, 1) == 0.01
-    plan = make_plan(
-        Fleet(
-            costs=table,
-            costs_source="by hand",
-            rates=(0.3, 0.1),
-            lengths=[100, 900],
-            loop=Loop(0.0),
-            upkeep=Upkeep(),
-            requests=1,
-        )
-    )
+    plan = plan_of(table, rates=(0.3, 0.1), lengths=[100, 900], requests=1)
     assert plan["num_speculative_tokens_per_batch_size"] == []
     assert plan["verdict"].startswith("Do not speculate")
 
