@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,7 +12,7 @@ import pytest
 from rollout_server.ray_fleet import FleetPlan, Replica
 from rollout_server.ray_ranks import Rank, RanksPlan, Start
 from slipstream.security import ClientCredentials
-from tests.deploy.fleet import free_ports, wait_for
+from tests.deploy.fleet import free_ports, pids, wait_for
 
 ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'slipstream-rl[ray]'")
 
@@ -38,14 +39,30 @@ def test_a_rank_whose_command_cannot_be_run_says_so(monkeypatch: pytest.MonkeyPa
     rank.stop()
 
 
-def test_a_server_whose_command_cannot_be_run_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+@pytest.fixture
+def plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FleetPlan:
+    """Of one server, whose actor is Ray's first."""
     first_start = SimpleNamespace(was_current_actor_reconstructed=False)
     monkeypatch.setattr(ray, "get_runtime_context", lambda: first_start)
-    monkeypatch.setattr(sys, "executable", "/no/python")
     port = free_ports(2)
-    plan = FleetPlan(("server",), 1, tmp_path / "fleet", 1.0, 0.0, port, port + 1, host="127.0.0.1")
+    command = (sys.executable, "-c", "import time; time.sleep(60)")
+    return FleetPlan(command, 1, tmp_path / "fleet", 1.0, 0.0, port, port + 1, host="127.0.0.1")
+
+
+def test_a_server_whose_command_cannot_be_run_is_refused(
+    plan: FleetPlan, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "executable", "/no/python")
     replica = Replica(plan, 0)
     wait_for(lambda: replica.report().refused, 60)
     assert "/no/python" in capfd.readouterr().err
+
+
+def test_a_node_without_the_ca_refuses_the_first_start(
+    plan: FleetPlan, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    credentials = ClientCredentials(ca=tmp_path / "absent.pem")
+    replica = Replica(replace(plan, credentials=credentials), 0)
+    wait_for(lambda: replica.report().refused, 60)
+    assert "absent.pem" in capfd.readouterr().err
+    assert not pids(plan.first_control_port), "no server that nothing watches"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from safetensors.torch import load_file
 
 from examples.arithmetic_grpo.processes import free_port
 from rollout_server import ray_ranks
+from rollout_server.ray_ranks import RanksPlan
 from slipstream.client import open_channel
 from tests.deploy.fleet import kept, memory_server, rank_pids, ranks_of, start_ray, wait_for
 from tests.draft_trainer.rig import Client, train
@@ -81,11 +83,10 @@ def test_two_ranks_train_and_start_again_where_one_is_lost(tmp_path: Path) -> No
 
 
 def test_a_trainer_that_refuses_its_first_start_ends_the_fleet(tmp_path: Path) -> None:
-    config = write_config(tmp_path, training={"ttt_steps": 0})
-    plan = ranks_of(config, "127.0.0.1:1", 2, cpus=0.5, gpus=0)
-    server = memory_server(tmp_path, str(tmp_path / "initial"))
-    with kept(tmp_path, server, 1, cpus=0.5, ranks=plan) as fleet:
+    # As draft-trainer serve ends that refuses its configuration.
+    command = (sys.executable, "-c", "raise SystemExit(2)")
+    plan = RanksPlan(command, 2, "127.0.0.1:1", cpus=0.5, host="127.0.0.1")
+    with kept(tmp_path, memory_server(tmp_path, "draft"), 1, cpus=0.5, ranks=plan) as fleet:
         wait_for(lambda: fleet.refusal is not None, PATIENCE)
     assert fleet.refusal is not None and fleet.refusal.field == "--trainer"
     assert "ended with status 2" in str(fleet.refusal) and fleet.training == []
-    wait_for(lambda: not rank_pids(config))
