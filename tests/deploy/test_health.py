@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-import subprocess
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,6 +12,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from examples.arithmetic_grpo.processes import free_port
 from slipstream.serving import main
+from tests.security.certificates import Authority
 
 STATUS = health_pb2.HealthCheckResponse
 
@@ -53,20 +52,13 @@ def test_it_succeeds_only_where_a_server_serves(
 def test_over_tls_it_wants_the_servers_certificate(
     server: grpc.Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    if shutil.which("openssl") is None:
-        pytest.skip("openssl is not installed: apt-get install openssl")
-    pems = []
-    for name in ("server", "other"):
-        key, pem = tmp_path / f"{name}.key", tmp_path / f"{name}.pem"
-        command = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes"
-        command += f" -days 2 -subj /CN={name} -addext subjectAltName=DNS:localhost"
-        argv = [*command.split(), "-keyout", str(key), "-out", str(pem)]
-        subprocess.run(argv, capture_output=True, check=True, timeout=30)
-        pems.append((key.read_bytes(), pem.read_bytes()))
-    port = server.add_secure_port("127.0.0.1:0", grpc.ssl_server_credentials(pems[:1]))
+    ours, other = Authority(tmp_path, "ours"), Authority(tmp_path, "other")
+    pair = ours.sign("server", hosts=("localhost",))
+    pems = [(pair.key.read_bytes(), pair.certificate.read_bytes())]
+    port = server.add_secure_port("127.0.0.1:0", grpc.ssl_server_credentials(pems))
     server.start()
-    assert main([f"localhost:{port}", "--ca", str(tmp_path / "server.pem")]) == 0
-    assert main([f"localhost:{port}", "--ca", str(tmp_path / "other.pem")]) == 1
+    assert main([f"localhost:{port}", "--ca", str(ours.path)]) == 0
+    assert main([f"localhost:{port}", "--ca", str(other.path)]) == 1
     assert main([f"localhost:{port}"]) == 1
     capsys.readouterr()
     with pytest.raises(SystemExit):

@@ -5,8 +5,9 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
+
+from tests.waiting import until
 
 WAIT = 180
 # Says its number, then ignores what asks it politely to end, as a server that hangs.
@@ -60,7 +61,7 @@ def test_nothing_outlives_the_owner() -> None:
         child = pid_of(supervisor)
         assert alive(child)
         assert end(supervisor) == -signal.SIGKILL
-    wait_until_gone(child)
+    until(lambda: not alive(child), WAIT)
 
 
 def test_nothing_outlives_an_owner_that_ray_ended() -> None:
@@ -71,14 +72,7 @@ def test_nothing_outlives_an_owner_that_ray_ended() -> None:
         relay.wait(WAIT)
         assert alive(child)
         assert end(relay) == -signal.SIGKILL
-    wait_until_gone(child)
-
-
-def wait_until_gone(pid: int) -> None:
-    deadline = time.monotonic() + WAIT
-    while alive(pid):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    until(lambda: not alive(child), WAIT)
 
 
 def alive(pid: int) -> bool:
