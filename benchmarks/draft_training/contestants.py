@@ -39,21 +39,19 @@ MODULES = {
     "ours": "benchmarks.draft_training.ours",
     "speculators": "benchmarks.draft_training.peer_speculators",
     "specforge": "benchmarks.draft_training.peer_specforge",
-    "modelopt": "benchmarks.draft_training.peer_modelopt",
 }
-PEERS = ("speculators", "specforge", "modelopt")
+PEERS = ("speculators", "specforge")
 
 # The fastest setting of each on the device. "batched": all rows in one pass; "summed": row by row
 # with the gradients summed, which is gradient accumulation.
 DEFAULT_SETTINGS: dict[str, dict[str, str]] = {
     "speculators": {"cpu": "sdpa summed", "cuda": "simple_flex_attention packed"},
     "specforge": {"cpu": "sdpa full summed", "cuda": "flex_attention full batched"},
-    "modelopt": {"cpu": "sdpa plain summed", "cuda": "sdpa compiled batched"},
     "ours": {"cpu": "1024 tokens a pass", "cuda": "8192 tokens a pass"},
 }
 
 # Pinned, so that a figure can be repeated. The first of each is the peer. SpecForge asks for torch
-# 2.11 and runs unchanged on later ones; it and ModelOpt need a transformers older than ours.
+# 2.11 and runs unchanged on later ones; it needs a transformers older than ours.
 REQUIREMENTS: dict[str, tuple[str, ...]] = {
     "speculators": (
         "speculators==0.9.0",
@@ -84,16 +82,6 @@ REQUIREMENTS: dict[str, tuple[str, ...]] = {
         "huggingface-hub==1.33.0",
         # On CUDA torch brings the one that it was built for.
         *(() if torch.version.cuda else ("triton==3.9.0",)),
-    ),
-    "modelopt": (
-        "nvidia-modelopt==0.47.0",
-        "transformers==5.14.1",
-        "tokenizers==0.22.2",
-        "huggingface-hub==1.33.0",
-        "omegaconf==2.4.0",
-        "antlr4-python3-runtime==4.9.3",
-        "pulp==3.3.2",
-        "nvidia-ml-py==13.615.71",
     ),
 }
 

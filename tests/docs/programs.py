@@ -16,7 +16,6 @@ import argparse
 import base64
 import functools
 import importlib
-import importlib.abc
 import json
 import os
 import re
@@ -29,12 +28,8 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from importlib.machinery import ModuleSpec
-from importlib.util import spec_from_loader
 from pathlib import Path
-from types import ModuleType
 from typing import Any, NoReturn
-from unittest.mock import MagicMock
 
 import grpc
 import yaml
@@ -71,26 +66,6 @@ NODE = "10.0.0.11"
 POLICY = "your-registry/policy:1"
 """The reader's own image."""
 MOST_BYTES = 1 << 17
-
-
-class Peer(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds whatever is imported of a package that is not installed here.
-
-    Args:
-        package: named by the environment whose Python it is, PEERS/PACKAGE/bin/python.
-    """
-
-    def __init__(self, package: str) -> None:
-        self._package = package
-
-    def find_spec(self, name: str, *_: Any) -> ModuleSpec | None:
-        """A spec of any module of the package."""
-        found = name.partition(".")[0] == self._package
-        return spec_from_loader(name, self, is_package=True) if found else None
-
-    def exec_module(self, module: ModuleType) -> None:
-        """Every name is there."""
-        module.__getattr__ = MagicMock()  # type: ignore[method-assign]
 
 
 def python(arguments: list[str]) -> int:
@@ -447,8 +422,6 @@ def main(number: int) -> None:
                 os.environ.clear()
                 os.environ.update(environment)
                 os.chdir(folder)
-                if "PEERS" in program:
-                    sys.meta_path.append(Peer(Path(program).parts[-3]))
                 _end(functools.partial(PROGRAMS[Path(program).name], arguments))
             for stream in streams:
                 os.close(stream)

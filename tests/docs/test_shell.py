@@ -169,8 +169,6 @@ def furnish(folder: Path, page: str) -> None:
         (folder / name).symlink_to(EXAMPLE / "policy")
     for name in ("DRAFT", "DIR"):
         (folder / name).symlink_to(EXAMPLE / "draft")
-    (folder / "PEERS" / "modelopt" / "bin").mkdir(parents=True)
-    (folder / "PEERS" / "modelopt" / "bin" / "python").symlink_to(folder.parent / "bin" / "python")
     for name in ("models", "var/fleet"):
         (folder / name).mkdir(parents=True)
     (folder / "models" / "policy").symlink_to(EXAMPLE / "policy")

@@ -1,4 +1,12 @@
-"""Logits, losses and gradients against ModelOpt 0.47.0, made by ``benchmarks/make_golden.py``.
+"""Logits, losses and gradients against ModelOpt 0.47.0.
+
+How the golden file is made: ``mtsp.convert`` of ``modelopt.torch.speculative`` gives a
+``LlamaForCausalLM`` without layers an "eagle" draft, with eagle_offline, eagle_ttt_steps 4, no
+torch.compile, and the dims of the file, has_lm_head, use_aux_hidden_state, rms_norm_eps 1e-5,
+rope_theta 10000 and sdpa attention in eagle_architecture_config. It gets the weights ``w.*`` of
+golden_specforge.safetensors (``midlayer`` is its ``layers.0``) and one forward and backward pass on
+``in.*``: final states and aux states as base_model_outputs, tokens, loss mask, and an attention
+mask of ones. Its ``_eagle_forward`` gives the logits of a step, ``_eagle_loss`` loss and accuracy.
 
 Two things of ModelOpt's are mapped here. It rolls its hidden states by one position a step, so its
 query q of step s is the anchor q - s. And its first layer is a stock Llama layer, which applies
