@@ -1,7 +1,4 @@
-"""Ray places two rollout servers and keeps them; a real draft trainer finds and publishes to them.
-
-Real vLLM in their place: ``python -m benchmarks.ray_fleet``.
-"""
+"""Ray places two rollout servers and keeps them; a real draft trainer publishes to them."""
 
 from __future__ import annotations
 
