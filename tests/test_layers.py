@@ -27,7 +27,6 @@ MEASURED = {
     "hot_swap": {"vllm"},
     "net_benefit": {"policy_bridge"},
     "publish_faults": {"rollout_server"},
-    "robustness": {"rollout_server"},
     "feed_faults": {"policy_bridge"},
     "gpu": {"policy_bridge"},
     "policy_stall": {"policy_bridge"},

@@ -19,22 +19,25 @@ from typing import Any
 
 import grpc
 
-from benchmarks.publish_faults.control_plane import control_plane
-from rollout_server.acceptance import AcceptanceTracker
+from rollout_server import app, service
+from rollout_server.acceptance import AcceptanceGuard, AcceptanceTracker
 from rollout_server.engine import Description, UntrustedEngineError
 from rollout_server.launch import access_of, add_access_options
+from rollout_server.plugins import Settings
 from rollout_server.reload import Change, Result
 from rollout_server.store import ContentStore, Key, WeightSource
+from slipstream.checkpoints import read_layout
 from slipstream.errors import RefusedError
-from slipstream.security import Access
+from slipstream.security import Access, ClientCredentials
 from slipstream.tensors import digest
+from slipstream.v1 import rollout_server_pb2 as pb
 
 TRAFFIC = "traffic.json"
 """Steps per second and, by draft version ("": any other), the rate accepted at each position."""
 TICK_SECONDS = 0.02
 
-STAGES = 4.3
-"""Drafts that fit into the content store; what was served long ago has to be sent again."""
+DRAFTS = 4.3
+"""That fit into the content store; what was served long ago has to be sent again."""
 
 
 class Fault:
@@ -123,7 +126,51 @@ class _Store(ContentStore):
         super().write(key, tensor)
 
 
-def serve(draft: str, port: int, fault_file: str, options: Sequence[str] = ()) -> None:
+def _no_metrics(kind: str, outcome: str, result: Result | None) -> None: ...
+
+
+async def control_plane(
+    engine: Any,
+    store: ContentStore,
+    draft_dir: Path,
+    access: Access,
+    tracker: AcceptanceTracker | None = None,
+    peers: ClientCredentials | None = None,
+) -> Callable[[], service.ControlServer]:
+    """What makes a server of one and the same state, again after each that was stopped.
+
+    Args:
+        engine: takes what is committed: it has the methods of ``VllmEngine``.
+        store: of what is staged.
+        draft_dir: the draft that it starts with; it serves as the policy's layout too.
+        access: who may use it.
+        tracker: counts what is drafted.
+        peers: what other servers are shown.
+    """
+    tracker = tracker or AcceptanceTracker()
+    settings = Settings(draft_dir, draft_dir, access, peers=peers)
+    layout = read_layout(draft_dir)
+    del layout["t2d"]
+    shown = pb.ServerState(model="policy", http_port=1)
+    control, servicer = await app.control_plane(
+        engine, store, settings, layout, tracker, _no_metrics, shown
+    )
+
+    def server() -> service.ControlServer:
+        guard = AcceptanceGuard(tracker, settings.guard_drafts)
+        return service.ControlServer(servicer, control, guard, lambda: True, lambda: None, access)
+
+    return server
+
+
+def serve(
+    draft: str,
+    port: int,
+    fault_file: str,
+    options: Sequence[str] = (),
+    drafts: float = DRAFTS,
+    message_seconds: float = service.MESSAGE_SECONDS,
+) -> None:
     """Run until SIGTERM or a fault. The process's whole life.
 
     Args:
@@ -131,17 +178,20 @@ def serve(draft: str, port: int, fault_file: str, options: Sequence[str] = ()) -
         port: of the control plane.
         fault_file: see ``Fault``.
         options: of rollout-server's own that say who may use the control plane.
+        drafts: see ``DRAFTS``.
+        message_seconds: that it waits for a message.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     parser = argparse.ArgumentParser()
     add_access_options(parser)
     parser.set_defaults(control_host="127.0.0.1")
     access = access_of(parser.parse_args(options))
-    asyncio.run(_serve(Path(draft), port, Fault(Path(fault_file)), access))
+    service.MESSAGE_SECONDS = message_seconds
+    capacity = int(drafts * (Path(draft) / "model.safetensors").stat().st_size)
+    asyncio.run(_serve(Path(draft), port, Fault(Path(fault_file)), access, capacity))
 
 
-async def _serve(draft_dir: Path, port: int, fault: Fault, access: Access) -> None:
-    capacity = int(STAGES * (draft_dir / "model.safetensors").stat().st_size)
+async def _serve(draft_dir: Path, port: int, fault: Fault, access: Access, capacity: int) -> None:
     # Beside the fault file, where the harness clears it away after a kill.
     store = _Store(Path(tempfile.mkdtemp(dir=fault.folder)), capacity, fault)
     tracker = AcceptanceTracker()

@@ -13,8 +13,7 @@ import grpc
 import pytest
 import torch
 
-from benchmarks.publish_faults.control_plane import control_plane
-from benchmarks.publish_faults.server_process import Fault, MemoryEngine
+from benchmarks.publish_faults.server_process import Fault, MemoryEngine, control_plane
 from draft_trainer.config import PublishConfig
 from draft_trainer.counters import Counters
 from draft_trainer.releases import spread

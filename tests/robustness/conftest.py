@@ -2,17 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import pytest
 
-from benchmarks.robustness.healthy import Feeder, Stager
-from benchmarks.robustness.services import Process, start_rollout_server, start_trainer
+from tests.robustness.healthy import Feeder, Stager
+from tests.robustness.services import Process, start_rollout_server, start_trainer
 
 DEADLINE = 120.0
 PATIENCE = 8.0
 """``server.message_timeout_s``: with a second, sound clients of a busy machine were refused too."""
+
+
+Size = Callable[[int, int], int]
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """pytest's hook."""
+    parser.addoption(
+        "--long",
+        action="store_true",
+        help="in tests/robustness: 100,000 damaged messages and crowds of 1,000 clients",
+    )
+
+
+@pytest.fixture(scope="package")
+def size(request: pytest.FixtureRequest) -> Size:
+    """Of two sizes, the second in a run with ``--long``."""
+    long = request.config.getoption("--long", default=False)
+    return lambda short, longer: longer if long else short
 
 
 @dataclass(frozen=True)
@@ -36,12 +55,12 @@ def trainer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trainer]:
     """Gives up on silent clients after ``PATIENCE``."""
     process = start_trainer(tmp_path_factory.mktemp("trainer"), seconds=PATIENCE)
     try:
-        feeder = Feeder(process.address, DEADLINE)
+        feeder = Feeder(process.health, DEADLINE)
         yield Trainer(process, feeder)
         feeder.close()
     finally:
         assert process.stop() == 0
-    assert "Traceback" not in process.log, process.log
+    assert "Traceback" not in process.text, process.text
 
 
 @pytest.fixture(scope="package")
@@ -49,9 +68,9 @@ def rollout(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rollout]:
     """Gives up on silent clients after ``PATIENCE``."""
     process = start_rollout_server(tmp_path_factory.mktemp("rollout"), seconds=PATIENCE)
     try:
-        stager = Stager(process.address, DEADLINE)
+        stager = Stager(process.health, DEADLINE)
         yield Rollout(process, stager)
         stager.close()
     finally:
         assert process.stop() == 0
-    assert "Traceback" not in process.log, process.log
+    assert "Traceback" not in process.text, process.text

@@ -1,6 +1,6 @@
 """Whatever is sent, the answer has a status that says what was wrong, and nothing else changes.
 
-The long mode is ``python -m benchmarks.robustness``.
+``pytest tests/robustness --long`` sends 100,000 messages in all.
 """
 
 from __future__ import annotations
@@ -11,65 +11,67 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from benchmarks.robustness.caller import ROLLOUT, TRAINER, Caller, Method
-from benchmarks.robustness.examples_of_calls import Calls
-from benchmarks.robustness.mutate import mutated
+from tests.robustness.caller import ROLLOUT, TRAINER, Caller, Method
+from tests.robustness.examples_of_calls import Calls
+from tests.robustness.mutate import mutated
+from tests.robustness.services import Process
 
-from .conftest import Rollout, Trainer
+from .conftest import Rollout, Size, Trainer
 
-EXAMPLES = 40
+CALLS = (40, 1500)
+"""Of each method, in a short and in a long run."""
+SETTLED = (0, 750)
+"""Calls before the memory is looked at: in a long run, the allocator has its caches by then."""
 MORE_MEMORY = 64 << 20
 """What the allocator may keep of a few thousand hostile messages."""
 
-SETTINGS = settings(
-    max_examples=EXAMPLES,
-    deadline=None,
-    derandomize=True,
-    database=None,
-    suppress_health_check=list(HealthCheck),
-)
 
+def fuzz(process: Process, calls: Calls, method: Method, size: Size) -> int:
+    """Damaged calls of one method; by how many bytes the process has grown meanwhile."""
+    count, settled, memory = size(*CALLS), size(*SETTLED), [process.rss]
+    caller = Caller(process.health)
 
-def fuzz(caller: Caller, calls: Calls, method: Method) -> None:
-    """Damaged calls of one method."""
-
-    @SETTINGS
+    @settings(
+        max_examples=count,
+        deadline=None,
+        derandomize=True,
+        database=None,
+        suppress_health_check=list(HealthCheck),
+    )
     @given(st.randoms(use_true_random=False))
     def check(rng: random.Random) -> None:
         caller.call(method, mutated(calls.of(method, rng), rng))
-        assert caller.tally.untyped == []
+        assert caller.untyped == []
+        if len(memory) <= settled:
+            memory.append(process.rss)
 
-    check()
+    try:
+        check()
+    finally:
+        caller.close()
+    return process.rss - memory[settled]
 
 
 @pytest.mark.parametrize("method", TRAINER, ids=lambda method: method.name)
-def test_trainer(trainer: Trainer, method: Method) -> None:
-    before, memory = trainer.feeder.serve(), trainer.process.rss
-    caller = Caller(trainer.process.address)
-    try:
-        fuzz(caller, Calls(trainer.feeder.session_id), method)
-    finally:
-        caller.close()
+def test_trainer(trainer: Trainer, method: Method, size: Size) -> None:
+    before = trainer.feeder.serve()
+    growth = fuzz(trainer.process, Calls(trainer.feeder.session_id), method, size)
     assert trainer.process.alive
     after = trainer.feeder.serve()
     for field in ("policy_version", "newest_release", "promoted_release"):
         assert getattr(after, field) == getattr(before, field), field
     assert after.samples_accepted > before.samples_accepted
-    assert trainer.process.rss - memory < MORE_MEMORY
-    assert "Traceback" not in trainer.process.log, trainer.process.log
+    assert growth < MORE_MEMORY
+    assert "Traceback" not in trainer.process.text, trainer.process.text
 
 
 @pytest.mark.parametrize("method", ROLLOUT, ids=lambda method: method.name)
-def test_rollout_server(rollout: Rollout, method: Method) -> None:
-    before, memory = rollout.stager.serve(), rollout.process.rss
-    caller = Caller(rollout.process.address)
-    try:
-        fuzz(caller, Calls(), method)
-    finally:
-        caller.close()
+def test_rollout_server(rollout: Rollout, method: Method, size: Size) -> None:
+    before = rollout.stager.serve()
+    growth = fuzz(rollout.process, Calls(), method, size)
     assert rollout.process.alive
     after = rollout.stager.serve()
     for field in ("draft_version", "draft_sha256", "draft_commits", "policy_commits", "staged"):
         assert getattr(after, field) == getattr(before, field), field
-    assert rollout.process.rss - memory < MORE_MEMORY
-    assert "Traceback" not in rollout.process.log, rollout.process.log
+    assert growth < MORE_MEMORY
+    assert "Traceback" not in rollout.process.text, rollout.process.text

@@ -12,55 +12,67 @@ from pathlib import Path
 import grpc
 import pytest
 
-from benchmarks.robustness import traffic
-from benchmarks.robustness.healthy import Feeder
-from benchmarks.robustness.overload import SILENT_ROLLOUT, SILENT_TRAINER, Crowd, flood
-from benchmarks.robustness.services import Process, start_trainer
 from slipstream.client import open_channel
 from slipstream.errors import refused_from
 from slipstream.v1 import draft_trainer_pb2 as pb
 from slipstream.v1 import draft_trainer_pb2_grpc as pb_grpc
+from tests.robustness import traffic
+from tests.robustness.healthy import Feeder
+from tests.robustness.overload import SILENT_ROLLOUT, SILENT_TRAINER, Crowd, flood
+from tests.robustness.services import Process, start_trainer
 from tests.waiting import until
 
-from .conftest import DEADLINE, PATIENCE, Rollout, Trainer
+from .conftest import DEADLINE, PATIENCE, Rollout, Size, Trainer
 
 MORE_MEMORY = 96 << 20
 
 
-def test_calls_that_send_nothing_keep_no_thread_from_others(trainer: Trainer) -> None:
-    memory = trainer.process.rss
-    with Crowd(trainer.process.address) as crowd:
-        crowd.silent_calls(SILENT_TRAINER, 300)
+@pytest.fixture
+def more_memory(size: Size) -> int:
+    """Bytes that a crowd may take: connections, and the threads and messages of its calls."""
+    return size(MORE_MEMORY, 2 * MORE_MEMORY)
+
+
+def test_calls_that_send_nothing_keep_no_thread_from_others(
+    trainer: Trainer, size: Size, more_memory: int
+) -> None:
+    memory, calls = trainer.process.rss, size(300, 1_000)
+    with Crowd(trainer.process.health) as crowd:
+        crowd.silent_calls(SILENT_TRAINER, calls)
         for _ in range(5):
             trainer.feeder.serve()
         # Another one comes in too: it sends what it wants.
-        late = Feeder(trainer.process.address, DEADLINE)
+        late = Feeder(trainer.process.health, DEADLINE)
         late.serve()
         late.close()
-        until(lambda: crowd.ended.total() == 300, DEADLINE, "all of them are ended by the server")
+        until(lambda: crowd.ended.total() == calls, DEADLINE, "all of them are ended by the server")
         assert set(crowd.ended) <= {"DEADLINE_EXCEEDED", "RESOURCE_EXHAUSTED", "OK"}, crowd.ended
-    assert trainer.process.rss - memory < MORE_MEMORY
+    assert trainer.process.rss - memory < more_memory
     until(lambda: trainer.process.threads < 300, DEADLINE, "the threads of the calls are idle")
 
 
-def test_idle_sessions_hold_no_rings_for_ever(trainer: Trainer) -> None:
-    memory, files = trainer.process.rss, trainer.process.files
-    with Crowd(trainer.process.address) as crowd:
-        found = crowd.idle_sessions(60)
-        crowd.bare_connections(100)
-        assert found == {"OK": 60}
+def test_idle_sessions_hold_no_rings_for_ever(
+    trainer: Trainer, size: Size, more_memory: int
+) -> None:
+    memory, files, sessions = trainer.process.rss, trainer.process.files, size(60, 1_000)
+    with Crowd(trainer.process.health) as crowd:
+        found = crowd.idle_sessions(sessions)
+        crowd.bare_connections(size(100, 1_000))
+        assert found == {"OK": sessions}
         trainer.feeder.serve()
-    assert trainer.process.rss - memory < MORE_MEMORY
+    assert trainer.process.rss - memory < more_memory
     rings = lambda: len(list(Path("/dev/shm").glob("slipstream-samples-*")))  # noqa: E731
     until(lambda: trainer.process.files <= files + 2, DEADLINE, "connections and rings are closed")
     assert rings() == 0 or trainer.process.files <= files + 2
 
 
-def test_a_client_that_reads_no_acknowledgements_costs_a_bounded_amount(trainer: Trainer) -> None:
+def test_a_client_that_reads_no_acknowledgements_costs_a_bounded_amount(
+    trainer: Trainer, size: Size
+) -> None:
     memory = trainer.process.rss
     refused = trainer.feeder.status().samples_refused
-    with Crowd(trainer.process.address) as crowd:
-        crowd.deaf_stream(trainer.feeder.session_id, 100_000)
+    with Crowd(trainer.process.health) as crowd:
+        crowd.deaf_stream(trainer.feeder.session_id, size(100_000, 1_000_000))
         until(
             lambda: trainer.feeder.status().samples_refused > refused + 100,
             DEADLINE,
@@ -77,8 +89,11 @@ def streams(trainer: Trainer) -> int:
     return sum(trainer.feeder.status().streams.values())
 
 
-def test_a_flood_of_refused_calls_is_logged_in_a_few_lines(trainer: Trainer) -> None:
-    memory, lines = trainer.process.rss, len(trainer.process.log.splitlines())
+def test_a_flood_of_refused_calls_is_logged_in_a_few_lines(
+    trainer: Trainer, size: Size, more_memory: int
+) -> None:
+    memory, lines = trainer.process.rss, len(trainer.process.text.splitlines())
+    calls = size(600, 10_000)
     request = traffic.open_run()
     request.policy.hidden_size = 1
     over = threading.Event()
@@ -93,19 +108,19 @@ def test_a_flood_of_refused_calls_is_logged_in_a_few_lines(trainer: Trainer) -> 
     sound.start()
     try:
         path = "/slipstream.v1.DraftTrainer/OpenRun"
-        found = flood(trainer.process.address, path, request.SerializeToString(), 600)
+        found = flood(trainer.process.health, path, request.SerializeToString(), calls)
     finally:
         over.set()
         sound.join(DEADLINE)
-    assert found.total() == 600
+    assert found.total() == calls
     assert set(found) <= {"INVALID_ARGUMENT", "RESOURCE_EXHAUSTED"}
     assert found["INVALID_ARGUMENT"] > 0 and served[0] > 0
-    assert trainer.process.rss - memory < MORE_MEMORY
-    assert len(trainer.process.log.splitlines()) - lines < 10
+    assert trainer.process.rss - memory < more_memory
+    assert len(trainer.process.text.splitlines()) - lines < 10
 
 
 def test_streams_and_messages_over_the_limit(trainer: Trainer) -> None:
-    with open_channel(trainer.process.address) as channel:
+    with open_channel(trainer.process.health) as channel:
         stub = pb_grpc.DraftTrainerStub(channel)
 
         def error_of(call: Callable[[], object]) -> grpc.RpcError:
@@ -146,7 +161,7 @@ def test_a_batch_of_millions_of_empty_samples_is_never_parsed(trainer: Trainer) 
 
     message = b"\x1a" + _varint(len(empty)) + empty
     fields = b"\x12\x00" * (16 << 20)
-    with Crowd(trainer.process.address) as crowd:
+    with Crowd(trainer.process.health) as crowd:
         for data in (message, fields):
             header = traffic.header(trainer.feeder.session_id).SerializeToString()
             stream = crowd.channel().stream_stream("/slipstream.v1.DraftTrainer/StreamStates")
@@ -161,20 +176,20 @@ def test_a_batch_of_millions_of_empty_samples_is_never_parsed(trainer: Trainer) 
 def test_a_stream_that_sends_nothing_ends_and_gives_its_place_back(tmp_path: Path) -> None:
     process = start_trainer(tmp_path, seconds=PATIENCE, idle=PATIENCE, streams=1)
     try:
-        feeder = Feeder(process.address, DEADLINE)
+        feeder = Feeder(process.health, DEADLINE)
         feeder.serve()
         assert list(feeder._call) == [], "ended without an error: its client opens another one"
         feeder.close()
-        Feeder(process.address, DEADLINE).close()
+        Feeder(process.health, DEADLINE).close()
     finally:
         assert process.stop() == 0
-    assert "Traceback" not in process.log
+    assert "Traceback" not in process.text
 
 
 # A machine may take longer than ``message_timeout_s`` from one message to the next.
 FEEDING = """
 import grpc, time
-from benchmarks.robustness.healthy import Feeder
+from tests.robustness.healthy import Feeder
 
 def opened():
     while True:
@@ -194,7 +209,7 @@ while True:
 
 def test_a_client_that_is_gone_without_a_word_gives_its_place_back(tmp_path: Path) -> None:
     process = start_trainer(tmp_path, seconds=1.0, streams=1)
-    code = FEEDING.format(address=process.address, deadline=DEADLINE)
+    code = FEEDING.format(address=process.health, deadline=DEADLINE)
     client = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
     try:
         assert client.stdout is not None and client.stdout.readline() == b"up\n"
@@ -212,7 +227,7 @@ def test_a_client_that_is_gone_without_a_word_gives_its_place_back(tmp_path: Pat
 
 def can_stream(process: Process) -> bool:
     try:
-        Feeder(process.address, DEADLINE).close()
+        Feeder(process.health, DEADLINE).close()
     except grpc.RpcError as error:
         # The second where this machine took longer than ``message_timeout_s`` for a message.
         refused = (grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.DEADLINE_EXCEEDED)
@@ -221,17 +236,21 @@ def can_stream(process: Process) -> bool:
     return True
 
 
-def test_stages_of_a_byte_a_second_do_not_keep_others_out(rollout: Rollout) -> None:
-    memory = rollout.process.rss
-    with Crowd(rollout.process.address) as crowd:
-        crowd.slow_stages(5)
-        crowd.silent_calls(SILENT_ROLLOUT, 300)
+def test_stages_of_a_byte_a_second_do_not_keep_others_out(
+    rollout: Rollout, size: Size, more_memory: int
+) -> None:
+    memory, calls = rollout.process.rss, size(300, 1_000)
+    with Crowd(rollout.process.health) as crowd:
+        crowd.slow_stages(size(5, 32))
+        crowd.silent_calls(SILENT_ROLLOUT, calls)
         for _ in range(5):
             rollout.stager.serve()
-        until(lambda: crowd.ended.total() >= 300, DEADLINE, "silent calls are ended by the server")
+        until(
+            lambda: crowd.ended.total() >= calls, DEADLINE, "silent calls are ended by the server"
+        )
         assert set(crowd.ended) <= {"DEADLINE_EXCEEDED", "RESOURCE_EXHAUSTED", "OK"}, crowd.ended
     rollout.stager.serve()
-    assert rollout.process.rss - memory < MORE_MEMORY
+    assert rollout.process.rss - memory < more_memory
 
 
 def held_open(
@@ -248,23 +267,23 @@ def test_a_message_that_inflates_beyond_the_limit_is_never_whole(
         (trainer.process, "/slipstream.v1.DraftTrainer/GetStatus"),
         (rollout.process, "/slipstream.v1.RolloutServer/GetState"),
     ):
-        before = process.peak
+        before = process.usage()[1]
         unlimited = (("grpc.max_send_message_length", -1),)
         with (
-            grpc.insecure_channel(process.address, options=unlimited) as channel,
+            grpc.insecure_channel(process.health, options=unlimited) as channel,
             pytest.raises(grpc.RpcError) as failed,
         ):
             channel.unary_unary(path)(
                 bytes(256 << 20), timeout=DEADLINE, compression=grpc.Compression.Gzip
             )
         assert failed.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-        assert process.peak - before < 128 << 20
+        assert process.usage()[1] - before < 128 << 20
     trainer.feeder.serve()
     rollout.stager.serve()
 
 
 def test_texts_that_would_forge_a_line_of_the_log_are_refused(trainer: Trainer) -> None:
-    with open_channel(trainer.process.address) as channel:
+    with open_channel(trainer.process.health) as channel:
         stub = pb_grpc.DraftTrainerStub(channel)
         request = traffic.open_run()
         request.client = "bridge\n2026-01-01 INFO rolled back"
@@ -276,4 +295,4 @@ def test_texts_that_would_forge_a_line_of_the_log_are_refused(trainer: Trainer) 
             stub.RollBackRelease(pb.RollBackReleaseRequest(reason="a\rb"), timeout=DEADLINE)
         refusal = refused_from(failed.value)
         assert refusal is not None and refusal.field == "reason"
-    assert "\n2026-01-01 INFO rolled" not in trainer.process.log
+    assert "\n2026-01-01 INFO rolled" not in trainer.process.text

@@ -16,8 +16,7 @@ import grpc
 import pytest
 import torch
 
-from benchmarks.publish_faults.control_plane import control_plane
-from benchmarks.publish_faults.server_process import Fault, MemoryEngine
+from benchmarks.publish_faults.server_process import Fault, MemoryEngine, control_plane
 from rollout_server import service
 from rollout_server.control import MAX_STAGED
 from rollout_server.store import ContentStore, WeightSource

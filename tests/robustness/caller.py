@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import grpc
 from google.protobuf.descriptor import ServiceDescriptor
@@ -68,27 +67,15 @@ TRAINER = methods_of(draft_trainer_pb2.DESCRIPTOR.services_by_name["DraftTrainer
 ROLLOUT = methods_of(rollout_server_pb2.DESCRIPTOR.services_by_name["RolloutServer"]) + _BESIDE
 
 
-@dataclass
-class Tally:
-    """How calls ended.
-
-    Attributes:
-        inputs: messages sent.
-        codes: by status.
-        untyped: method and text of those that ended in ``UNTYPED`` without a refusal.
-    """
-
-    inputs: int = 0
-    codes: Counter[str] = field(default_factory=Counter)
-    untyped: list[str] = field(default_factory=list)
-
-
 class Caller:
     """Calls one server; its connection is a new one every so often, as rates are a connection's.
 
     Args:
         address: host:port.
         seconds: deadline of a call.
+
+    Attributes:
+        untyped: method and text of calls that ended in ``UNTYPED`` without a refusal.
     """
 
     def __init__(self, address: str, seconds: float = 20.0) -> None:
@@ -96,42 +83,28 @@ class Caller:
         self._seconds = seconds
         self._left = 0
         self._channel: grpc.Channel | None = None
-        self.tally = Tally()
+        self.untyped: list[str] = []
 
-    def call(self, method: Method, messages: Iterable[bytes]) -> grpc.StatusCode:
-        """Send them all, read a few answers, and note the status."""
-        data, path = list(messages), method.path
-        call = self._connection().stream_stream(path)(iter(data), timeout=self._seconds)
+    def call(self, method: Method, messages: Iterable[bytes]) -> None:
+        """Send them all, read a few answers, and look at the status."""
+        call = self._connection().stream_stream(method.path)(iter(messages), timeout=self._seconds)
         most = 1 if method.endless else _ANSWERS
         try:
             for number, _ in enumerate(call, 1):
                 if number >= most:
-                    break
-            else:
-                return self._note(path, data, call, None)
-            call.cancel()
-            return self._note(path, data, None, None)
+                    call.cancel()
+                    return
         except grpc.RpcError as error:
-            return self._note(path, data, call, error)
+            keys = [key for key, _ in error.trailing_metadata() or ()]
+            if error.code() in UNTYPED and METADATA_KEY not in keys:
+                text = f"{method.path}: {error.code().name} {error.details()!r:.300}"
+                self.untyped.append(text)
 
     def close(self) -> None:
         """End the connection."""
         if self._channel is not None:
             self._channel.close()
             self._channel = None
-
-    def _note(
-        self, path: str, data: list[bytes], call: grpc.Call | None, error: grpc.RpcError | None
-    ) -> grpc.StatusCode:
-        code = grpc.StatusCode.OK if error is None or call is None else call.code()
-        tally = self.tally
-        tally.inputs += len(data)
-        tally.codes[code.name] += 1
-        if code in UNTYPED and call is not None:
-            keys = [key for key, _ in call.trailing_metadata() or ()]
-            if METADATA_KEY not in keys:
-                tally.untyped.append(f"{path}: {code.name} {call.details()!r:.300}")
-        return code
 
     def _connection(self) -> grpc.Channel:
         if self._left <= 0:

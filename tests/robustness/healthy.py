@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import queue
-import time
 
-import grpc
-
-from benchmarks.robustness import traffic
 from slipstream.client import open_channel
 from slipstream.v1 import draft_trainer_pb2 as pb
 from slipstream.v1 import draft_trainer_pb2_grpc as pb_grpc
 from slipstream.v1 import rollout_server_pb2 as rollout_pb
 from slipstream.v1 import rollout_server_pb2_grpc as rollout_grpc
+from tests.robustness import traffic
 
 
 class Feeder:
@@ -21,18 +18,12 @@ class Feeder:
     Args:
         address: of the trainer.
         seconds: deadline of everything.
-
-    Attributes:
-        accepted: samples.
-        slowest: seconds from a sample to its acknowledgement, or to a status.
     """
 
     def __init__(self, address: str, seconds: float) -> None:
         self._channel = open_channel(address, own_connection=True)
         self._stub = pb_grpc.DraftTrainerStub(self._channel)
         self._seconds = seconds
-        self.accepted = 0
-        self.slowest = 0.0
         self.session_id = self._stub.OpenRun(traffic.open_run(), timeout=seconds).session_id
         self._requests: queue.SimpleQueue[pb.StreamStatesRequest | None] = queue.SimpleQueue()
         status = self.status()
@@ -45,14 +36,10 @@ class Feeder:
 
     def serve(self, samples: int = 1) -> pb.TrainerStatus:
         """Have samples accepted and the status answered. Raises AssertionError otherwise."""
-        started = time.monotonic()
         self._requests.put(traffic.batch([traffic.sample() for _ in range(samples)]))
         acks = next(self._call).acks.acks
         assert [ack.status for ack in acks] == [pb.ACK_STATUS_ACCEPTED] * samples, acks
-        self.accepted += samples
-        status = self.status()
-        self.slowest = max(self.slowest, time.monotonic() - started)
-        return status
+        return self.status()
 
     def status(self) -> pb.TrainerStatus:
         """Of the trainer."""
@@ -71,10 +58,6 @@ class Stager:
     Args:
         address: of its control plane.
         seconds: deadline of everything.
-
-    Attributes:
-        served: stages.
-        slowest: seconds of one, and of the state.
     """
 
     def __init__(self, address: str, seconds: float) -> None:
@@ -82,27 +65,18 @@ class Stager:
         self._stub = rollout_grpc.RolloutServerStub(self._channel)
         self._seconds = seconds
         self._draft = traffic.draft()
-        self.served = 0
-        self.slowest = 0.0
+        self._served = 0
 
     def serve(self) -> rollout_pb.ServerState:
         """Stage the served draft once more, abort that, and ask for the state."""
-        started = time.monotonic()
-        name = f"sound-{self.served}"
+        name = f"sound-{self._served}"
+        self._served += 1
         requests = traffic.stage(name, self._draft)[:1]
         answers = list(self._stub.Stage(iter(requests), timeout=self._seconds))
         assert answers[-1].staged.stage_id == name
         self._stub.Abort(rollout_pb.AbortRequest(stage_ids=[name]), timeout=self._seconds)
-        state = self._stub.GetState(rollout_pb.GetStateRequest(), timeout=self._seconds)
-        self.served += 1
-        self.slowest = max(self.slowest, time.monotonic() - started)
-        return state
+        return self._stub.GetState(rollout_pb.GetStateRequest(), timeout=self._seconds)
 
     def close(self) -> None:
         """End the connection."""
         self._channel.close()
-
-
-def refused(error: grpc.RpcError) -> bool:
-    """Whether a server refused, rather than failed."""
-    return error.code() in (grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.UNAVAILABLE)

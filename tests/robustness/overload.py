@@ -14,11 +14,11 @@ from typing import Any
 
 import grpc
 
-from benchmarks.robustness import traffic
-from benchmarks.robustness.caller import ROLLOUT, TRAINER, Method
 from slipstream.client import OPTIONS
 from slipstream.v1 import draft_trainer_pb2 as pb
 from slipstream.v1 import rollout_server_pb2 as rollout_pb
+from tests.robustness import traffic
+from tests.robustness.caller import ROLLOUT, TRAINER, Method
 
 _ONE_EACH = (*OPTIONS, ("grpc.use_local_subchannel_pool", 1))
 _PER_CONNECTION = 100
@@ -57,11 +57,6 @@ class Crowd:
         """How many calls the server ended, by status."""
         with self._lock:
             return Counter(self._ended)
-
-    @property
-    def opened(self) -> int:
-        """Calls."""
-        return len(self._calls)
 
     def channel(self) -> grpc.Channel:
         """A connection of its own."""

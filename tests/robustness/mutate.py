@@ -1,6 +1,6 @@
 """Damages messages: fields out of their ranges, and bytes that are no message any more.
 
-Everything is drawn from one ``random.Random``: a seed in the long mode, hypothesis in the tests.
+Everything is drawn from one ``random.Random``: hypothesis gives it.
 """
 
 from __future__ import annotations

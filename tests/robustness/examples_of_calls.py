@@ -11,12 +11,12 @@ from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2
 
-from benchmarks.robustness import traffic
-from benchmarks.robustness.caller import Method
-from benchmarks.robustness.mutate import filled
 from slipstream.v1 import draft_trainer_pb2 as pb
 from slipstream.v1 import rollout_server_pb2 as rollout_pb
 from slipstream.v1 import tensor_pb2
+from tests.robustness import traffic
+from tests.robustness.caller import Method
+from tests.robustness.mutate import filled
 
 _STREAMS = 64
 

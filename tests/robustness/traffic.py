@@ -10,25 +10,26 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 
-from benchmarks.robustness.services import EXAMPLE
+from examples.local_services import ARITHMETIC
 from slipstream.sample import Sample, header_of, layout_of
-from slipstream.tensors import SCHEMA_VERSION, checksum_of, chunks_of, frame, spec_of
+from slipstream.tensors import SCHEMA_VERSION, checksum_of, chunks_of, spec_of
 from slipstream.v1 import draft_trainer_pb2 as pb
 from slipstream.v1 import rollout_server_pb2 as rollout_pb
 
-RUN = "robustness"
-_CONFIG = json.loads((EXAMPLE / "draft" / "config.json").read_text())
-_POLICY = json.loads((EXAMPLE / "policy" / "config.json").read_text())
+_CONFIG = json.loads((ARITHMETIC / "draft" / "config.json").read_text())
+_POLICY = json.loads((ARITHMETIC / "policy" / "config.json").read_text())
 LAYERS = tuple(_CONFIG["eagle_aux_hidden_state_layer_ids"])
 HIDDEN, VOCAB, DRAFT_VOCAB = (
     _CONFIG[key] for key in ("target_hidden_size", "vocab_size", "draft_vocab_size")
 )
+TOKENS = 8
+"""Of a sample."""
 
 
-def open_run(run_id: str = RUN) -> pb.OpenRunRequest:
+def open_run() -> pb.OpenRunRequest:
     """Of the example's policy."""
     return pb.OpenRunRequest(
-        run_id=run_id,
+        run_id="robustness",
         policy=pb.PolicySpec(
             hidden_size=HIDDEN,
             vocab_size=VOCAB,
@@ -61,14 +62,13 @@ def announcement(session_id: str, version: int) -> list[pb.AnnouncePolicyRequest
     return [pb.AnnouncePolicyRequest(header=header), *chunks]
 
 
-def sample(version: int = 1, tokens: int = 8, sample_id: str = "") -> pb.VerifierStates:
+def sample(version: int = 1) -> pb.VerifierStates:
     """The header of one whose block is not made yet: ``batch`` does that.
 
     Its id is none that fuzzing makes of another one: numbers in their order it met.
     """
-    name = sample_id or f"sound-{uuid.uuid4().hex}"
-    layout = layout_of(tokens, len(LAYERS), HIDDEN, torch.bfloat16)
-    return header_of(name, version, 1.0, LAYERS, layout)
+    layout = layout_of(TOKENS, len(LAYERS), HIDDEN, torch.bfloat16)
+    return header_of(f"sound-{uuid.uuid4().hex}", version, 1.0, LAYERS, layout)
 
 
 def batch(samples: Sequence[pb.VerifierStates]) -> pb.StreamStatesRequest:
@@ -99,13 +99,6 @@ def batch(samples: Sequence[pb.VerifierStates]) -> pb.StreamStatesRequest:
     return pb.StreamStatesRequest(batch=pb.SampleBatch(samples=samples), payload=payload)
 
 
-def framed(request: pb.StreamStatesRequest) -> bytes:
-    """As a bridge sends it."""
-    payload = request.payload
-    request.ClearField("payload")
-    return frame(request, [np.frombuffer(payload, dtype=np.uint8)])
-
-
 def header(session_id: str) -> pb.StreamStatesRequest:
     """Of a stream over gRPC."""
     given = pb.StreamHeader(session_id=session_id)
@@ -114,17 +107,15 @@ def header(session_id: str) -> pb.StreamStatesRequest:
 
 def draft() -> dict[str, torch.Tensor]:
     """The example's."""
-    return dict(load_file(EXAMPLE / "draft" / "model.safetensors"))
+    return dict(load_file(ARITHMETIC / "draft" / "model.safetensors"))
 
 
-def stage(
-    stage_id: str, tensors: dict[str, torch.Tensor], version: int = 1
-) -> list[rollout_pb.StageRequest]:
+def stage(stage_id: str, tensors: dict[str, torch.Tensor]) -> list[rollout_pb.StageRequest]:
     """Header and chunks of a draft."""
     named = rollout_pb.StageHeader(
         stage_id=stage_id,
         kind=rollout_pb.STAGE_KIND_DRAFT,
-        version=version,
+        version=1,
         tensors=[spec_of(name, tensor) for name, tensor in sorted(tensors.items())],
     )
     chunks = [rollout_pb.StageRequest(chunk=chunk) for chunk in chunks_of(tensors)]

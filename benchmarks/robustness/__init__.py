@@ -1,1 +1,0 @@
-"""Hostile and broken clients against both gRPC services in real processes."""
