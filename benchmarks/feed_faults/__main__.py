@@ -19,17 +19,16 @@ _KILLS = 50
 def main(argv: list[str] | None = None) -> int:
     """Command line entry; the exit status is 0 only if every target is met."""
     chosen = _parse(argv)
-    rng = Random(chosen.seed)
-    plan = schedule(chosen.rounds, rng)[: chosen.runs]
+    rng = Random(0)
+    plan = schedule(chosen.rounds, rng)
     with tempfile.TemporaryDirectory() as folder:
-        rig = Rig(Path(folder), chosen.patience, chosen.pace)
+        rig = Rig(Path(folder), chosen.patience)
         try:
-            found = run(rig, plan, rng, chosen.longest_call, chosen.seconds, say)
+            found = run(rig, plan, rng, chosen.longest_call, say)
         finally:
             rig.stop()
     print(text_of(found))
     figures = {
-        "seed": chosen.seed,
         "longest_call": chosen.longest_call,
         "rows": [
             {"fault": name, "transport": transport, **vars(row)}
@@ -92,10 +91,6 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--rounds", type=int, default=9, help="eight kills of trainers and six of policies in each")
-    add("--runs", type=int, help="stop after so many faults; default: all")
-    add("--seconds", type=float, default=3600.0, help="start no fault after these")
-    add("--seed", type=int, default=0, help="of orders and instants")
-    add("--pace", type=float, default=0.05, help="seconds of a step of the policy")
     add("--patience", type=float, default=120.0, help="seconds after which it counts as stalled")
     add(
         "--longest-call",

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from safetensors.torch import load_file
 
-from benchmarks.feed_faults.policy_process import ANSWERED, CAPTURED, STEPS
+from benchmarks.feed_faults.processes import ANSWERED, CAPTURED, STEPS
 from draft_trainer.ingest.database import FILE, key_of
 from slipstream.v1 import draft_trainer_pb2 as pb
 

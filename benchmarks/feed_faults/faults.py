@@ -14,6 +14,7 @@ import numpy as np
 from benchmarks.feed_faults.rig import Rig
 from slipstream.shm import HEADER_BYTES
 from slipstream.v1 import draft_trainer_pb2 as pb
+from tests.draft_trainer.rig import request_of
 
 SHARED_MEMORY, GRPC = "shared_memory", "grpc"
 _TRIES = 5
@@ -129,14 +130,11 @@ def _deliver_twice(rig: Rig, rng: random.Random) -> None:
 def _send_again(rig: Rig, rng: random.Random) -> None:
     rig.records.refresh()
     known = list(rig.records.acknowledged)
-    sender = rig.other_sender()
-    try:
+    with rig.other_stream() as (stream, sample):
         for name in rng.sample(known, min(8, len(known))):
-            ack = sender.send(sender.named(name))
+            ack = stream.send(sample.repacked(sample_id=name))
             assert ack.status == pb.ACK_STATUS_DUPLICATE, f"{name}: {ack}"
             rig.records.answer(name, str(ack.status), "-")
-    finally:
-        sender.close()
 
 
 def _reset(rig: Rig, rng: random.Random) -> None:
@@ -184,20 +182,21 @@ def _flip_unread(rig: Rig) -> int:
 
 
 def _flip_in_message(rig: Rig, rng: random.Random) -> None:
-    sender = rig.other_sender()
-    try:
-        name = f"damaged-{rng.getrandbits(48):012x}"
-        sample = sender.named(name)
+    name = f"damaged-{rng.getrandbits(48):012x}"
+    with rig.other_stream() as (stream, recorded):
+        sample = recorded.repacked(sample_id=name)
         rig.records.anchors[name] = int(sample.loss_mask.sum()) - 1
-        ack = sender.send(sample, damage=True)
+        damaged = request_of(sample)
+        payload = bytearray(damaged.payload)
+        payload[len(payload) // 2] ^= 1
+        damaged.payload = bytes(payload)
+        ack = stream.send(damaged)
         assert ack.refusal.field == "packed.checksum", ack
         rig.records.answer(name, str(ack.status), ack.refusal.field)
         # Refused is not recorded: sent whole, it is new.
-        ack = sender.send(sample)
+        ack = stream.send(sample)
         assert ack.status == pb.ACK_STATUS_ACCEPTED, ack
         rig.records.answer(name, str(ack.status), "-")
-    finally:
-        sender.close()
 
 
 def _truncate_file(rig: Rig, rng: random.Random) -> None:

@@ -1,4 +1,4 @@
-"""The processes of one fault table: a trainer, a policy, and the wire between them."""
+"""A trainer and a policy that may be killed at any time, and the wire between them."""
 
 from __future__ import annotations
 
@@ -8,28 +8,52 @@ import os
 import signal
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from benchmarks.feed_faults import policy_process, trainer_process
+from safetensors.torch import load_file
+
+from benchmarks.feed_faults import processes
 from benchmarks.feed_faults.books import Audit, Books, Records, sample_folder
-from benchmarks.feed_faults.other_sender import OtherSender
-from benchmarks.feed_faults.policy_process import Orders
-from benchmarks.feed_faults.proc import is_stopped, open_descriptor, open_files
-from benchmarks.feed_faults.settings import (
-    EPOCHS,
-    EXAMPLE,
-    RUN,
-    bridge_config,
-    trainer_toml,
-)
 from benchmarks.feed_faults.wire import Wire
+from examples.local_services import ARITHMETIC
+from policy_bridge import BridgeConfig
 from slipstream.client import open_channel
+from slipstream.sample import Sample
 from slipstream.v1 import draft_trainer_pb2 as pb
 from slipstream.v1 import draft_trainer_pb2_grpc as pb_grpc
+from tests.draft_trainer.rig import Client, Stream
 
+RUN, EPOCHS = "faults", 2
 _POLL = 0.02
+_DELETED = " (deleted)"
+# Small batches, states often, and a gate that nothing passes.
+_TOML = """
+[server]
+port = 0
+metrics_port = 0
+shared_memory = "{memory}"
+[draft]
+initial = "{draft}"
+registry = "registry"
+[replay]
+capacity_bytes = 268435456
+max_epochs = {epochs}
+max_policy_lag = 1000
+held_out_fraction = 0.02
+[training]
+batch_tokens = 96
+linger_s = 0.02
+state_every_steps = 8
+nice = 0
+cpu_kernels = "off"
+[gate]
+min_anchors = 1000000
+[economy]
+mode = "always"
+"""
 
 
 class Rig:
@@ -41,26 +65,25 @@ class Rig:
     Args:
         folder: of a table; empty.
         patience: seconds after which what should have happened is given up for stalled.
-        pace: seconds from one step of the policy to the next.
 
     Attributes:
         wire: between policy and trainer.
         records: what the policy saw.
     """
 
-    def __init__(self, folder: Path, patience: float, pace: float) -> None:
-        self._patience, self._pace = patience, pace
+    def __init__(self, folder: Path, patience: float) -> None:
+        self._patience = patience
         self._home, self.registry = folder, folder / "registry"
         # In memory, as in production, and of this rig alone: what is left is found at the end.
         self.memory = Path("/dev/shm") / f"feed-faults-{uuid.uuid4().hex[:8]}"
         self.memory.mkdir()
         scratch = folder / "scratch"
         scratch.mkdir()
-        (folder / "trainer.toml").write_text(trainer_toml(self.memory))
+        toml = _TOML.format(memory=self.memory, draft=ARITHMETIC / "draft", epochs=EPOCHS)
+        (folder / "trainer.toml").write_text(toml)
         self._context = mp.get_context("forkserver")
         # The command's own module too: every child imports it first.
-        modules = (policy_process.__name__, trainer_process.__name__, f"{__package__}.__main__")
-        self._context.set_forkserver_preload(list(modules))
+        self._context.set_forkserver_preload([processes.__name__, f"{__package__}.__main__"])
         self.wire = Wire()
         self.records = Records(folder)
         self._books = Books(self.records, RUN, EPOCHS, scratch)
@@ -78,7 +101,7 @@ class Rig:
         """Start it; ``wait_ready`` waits for it."""
         self._log_at = self._log.stat().st_size if self._log.exists() else 0
         self._trainer = self._context.Process(
-            target=trainer_process.serve,
+            target=processes.serve,
             args=(str(self._home / "trainer.toml"), str(self._log)),
             daemon=True,
         )
@@ -106,17 +129,29 @@ class Rig:
         """Start it, with its states going by ``shared_memory`` or ``grpc``."""
         self.transport = transport
         self._seed += 1
-        bridge = bridge_config(self.wire.address, transport, self.memory)
-        orders = Orders(str(EXAMPLE / "policy"), str(self._home), self._pace, self._seed, bridge)
-        self._policy = self._context.Process(
-            target=policy_process.train, args=(orders,), daemon=True
+        # Short deadlines: what waits for one is over soon, and a stall stands out.
+        bridge = BridgeConfig(
+            trainer=self.wire.address,
+            run_id=RUN,
+            transport=transport,
+            shared_memory=str(self.memory),
+            outbox_bytes=4 << 20,
+            connect_seconds=1.0,
+            rpc_seconds=2.0,
+            sync_seconds=2.0,
+            announce_seconds=5.0,
+            stall_seconds=5.0,
+            max_backoff_seconds=0.3,
         )
+        policy, home = str(ARITHMETIC / "policy"), str(self._home)
+        orders = processes.Orders(policy, home, self._seed, bridge)
+        self._policy = self._context.Process(target=processes.train, args=(orders,), daemon=True)
         self._policy.start()
 
     def use(self, transport: str) -> None:
         """Have the policy ship that way now, if need be by ending it and starting another one."""
         # A bridge that found its file cut short goes on inline.
-        fell_back = transport == "shared_memory" and not open_files(self._policy.pid, self.memory)
+        fell_back = transport == "shared_memory" and not self._open_files(self._policy.pid)
         if self.transport != transport or fell_back:
             self.end_policy()
             self.start_policy(transport)
@@ -145,7 +180,7 @@ class Rig:
     def stop_trainer(self) -> None:
         """SIGSTOP; the process is stopped when this returns."""
         os.kill(self._trainer.pid, signal.SIGSTOP)
-        self.wait_for(lambda: is_stopped(self._trainer.pid), "the trainer stopped")
+        self.wait_for(lambda: _is_stopped(self._trainer.pid), "the trainer stopped")
 
     def continue_trainer(self) -> None:
         """SIGCONT."""
@@ -188,13 +223,25 @@ class Rig:
 
     def shared_file(self) -> int:
         """An open descriptor of the shared file that is in use; the caller closes it."""
-        return open_descriptor(self._trainer.pid, self.memory)
+        (name,) = self._open_files(self._trainer.pid)
+        opened = Path(f"/proc/{self._trainer.pid}/fd").iterdir()
+        first, *_ = [path for path in opened if _link(path) == name]
+        return os.open(first, os.O_RDWR)
 
-    def other_sender(self) -> OtherSender:
-        """Another stream to the trainer, past the wire."""
-        policy = json.loads((EXAMPLE / "policy" / "config.json").read_text())
-        recorded = self._home / policy_process.RECORDED
-        return OtherSender(self._address, RUN, policy, recorded, self._patience)
+    @contextmanager
+    def other_stream(self) -> Iterator[tuple[Stream, Sample]]:
+        """A stream of the same run to the trainer, past the wire, and a sample of the policy's."""
+        policy = json.loads((ARITHMETIC / "policy" / "config.json").read_text())
+        sizes = ("hidden_size", "vocab_size", "num_hidden_layers")
+        spec = pb.PolicySpec(**{name: policy[name] for name in sizes})
+        states = load_file(self._home / processes.RECORDED)
+        with open_channel(self._address) as channel:
+            client = Client(channel)
+            run = client.open(RUN, spec)
+            layers = tuple(run.aux_layers.ids)
+            sample = Sample.pack("recorded", run.latest_policy_version, 1.0, layers, **states)
+            with Stream(client) as stream:
+                yield stream, sample
 
     def audit(self) -> Audit:
         """The books, while the trainer is stopped, or is dead."""
@@ -210,12 +257,12 @@ class Rig:
         """Files that the trainer holds beyond the one in use and those on offer."""
 
         def settled() -> bool:
-            return len(self._open_files()) <= 1
+            return len(self._open_files(self._trainer.pid)) <= 1
 
         try:
             self.wait_for(settled, "the files of streams that ended are gone")
         except StalledError:
-            return len(self._open_files()) - 1
+            return len(self._open_files(self._trainer.pid)) - 1
         return 0
 
     def finish(self) -> tuple[Audit, tuple[int, int], list[str]]:
@@ -251,8 +298,11 @@ class Rig:
             path.unlink()
         self.memory.rmdir()
 
-    def _open_files(self) -> set[str]:
-        return open_files(self._trainer.pid, self.memory)
+    def _open_files(self, pid: int) -> set[str]:
+        """The files of samples that it has open and whose names are gone: those of streams."""
+        prefix = f"{self.memory}/slipstream-samples-"
+        names = {_link(path) for path in Path(f"/proc/{pid}/fd").iterdir()}
+        return {name for name in names if name.startswith(prefix) and name.endswith(_DELETED)}
 
     def _kill(self, process: Any) -> None:
         assert process.exitcode is None, f"it ended by itself, with {process.exitcode}"
@@ -269,3 +319,22 @@ class Rig:
 
 class StalledError(AssertionError):
     """Something that should have happened did not, in all the time that there was."""
+
+
+def _is_stopped(pid: int) -> bool:
+    """Whether all of its threads are stopped, or over."""
+    return all(_state(task) in "TtZX" for task in Path(f"/proc/{pid}/task").iterdir())
+
+
+def _state(task: Path) -> str:
+    try:
+        return (task / "stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return "X"
+
+
+def _link(path: Path) -> str:
+    try:
+        return str(path.readlink())
+    except FileNotFoundError:
+        return ""

@@ -74,7 +74,6 @@ def run(
     plan: Sequence[tuple[Fault, str]],
     rng: Random,
     longest_call: float,
-    seconds: float,
     say: Callable[[str], None] = lambda line: None,
 ) -> Table:
     """Inflict a plan.
@@ -84,19 +83,15 @@ def run(
         plan: see ``schedule``.
         rng: of the instants.
         longest_call: seconds that the bridge's calls may take in one step of the policy.
-        seconds: after which no further fault is inflicted.
         say: told each fault before it is inflicted.
     """
     table = Table()
-    began = time.monotonic()
     rig.start_trainer()
     rig.wait_ready()
     rig.start_policy(plan[0][1])
     rig.wait_acknowledged()
     known: set[str] = set()
     for number, (fault, transport) in enumerate(plan, 1):
-        if time.monotonic() - began > seconds:
-            break
         say(f"{number} of {len(plan)}: {fault.name}, {transport}")
         row = table.rows.setdefault((fault.name, transport), Row())
         try:

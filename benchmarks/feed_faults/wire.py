@@ -1,4 +1,4 @@
-"""The wire between bridge and trainer, which can be cut, or passes nothing back for a while."""
+"""The wire between bridge and trainer, which can be cut or slow, or passes nothing back."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import contextlib
 import socket
 import struct
 import threading
+import time
 from dataclasses import dataclass, field
 
 _CHUNK = 1 << 16
@@ -15,12 +16,19 @@ _RESET = struct.pack("ii", 1, 0)
 class Wire:
     """A TCP proxy on a port of its own, in this process; ``close`` ends it and its threads.
 
+    Args:
+        rate: bytes a second that it takes from the policy; as many as come if None.
+
     Attributes:
         address: host:port to connect to.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, rate: float | None = None) -> None:
+        self._rate = rate
         self._listener = socket.create_server(("127.0.0.1", 0))
+        if rate is not None:
+            # For what is accepted: the kernel would buffer megabytes.
+            self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
         self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
         self._lock = threading.Lock()
         self._trainer: tuple[str, int] | None = None
@@ -99,6 +107,8 @@ class Wire:
                     self._swallowed += len(data) if lost else 0
                 if not lost:
                     sink.sendall(data)
+                if self._rate is not None and not back:
+                    time.sleep(len(data) / self._rate)
         with self._lock:
             self._connections.discard(connection)
         connection.end()

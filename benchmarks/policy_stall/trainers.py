@@ -1,22 +1,20 @@
 """The trainers: real processes, pinned and niced: healthy, slow, hung, killed, without memory.
 
-``python -m benchmarks.policy_stall.trainers HOST:PORT RATE`` is the slow trainer's connection: a
-proxy that reads RATE bytes a second, so that the sender's buffers fill up.
+``python -m benchmarks.policy_stall.trainers HOST:PORT`` is the slow trainer's connection: a proxy
+that reads so slowly that the sender's buffers fill up.
 """
 
 from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
-import threading
-import time
 from collections.abc import Collection
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 
+from benchmarks.feed_faults.wire import Wire
 from benchmarks.workers import TIED
 from examples.arithmetic_grpo.processes import Service, free_port
 
@@ -98,13 +96,12 @@ class Trainer(AbstractContextManager["Trainer"]):
         if self._slow:
             module = "benchmarks.policy_stall.trainers"
             self._wire = subprocess.Popen(
-                [*NICE, sys.executable, "-m", module, self.address,
-                 str(SLOW_BYTES_PER_SECOND)],
+                [*NICE, sys.executable, "-m", module, self.address],
                 stdout=subprocess.PIPE,
                 text=True,
-            )  # fmt: skip
+            )
             assert self._wire.stdout is not None
-            self.address = f"127.0.0.1:{int(self._wire.stdout.readline())}"
+            self.address = self._wire.stdout.readline().strip()
             confine(self._wire.pid, {self._core})
 
     def hang(self) -> None:
@@ -137,35 +134,12 @@ def confine(pid: int, cores: Collection[int], but: Collection[int] = ()) -> None
                 os.sched_setaffinity(int(thread.name), cores)
 
 
-def pump(source: socket.socket, sink: socket.socket, rate: float | None) -> None:
-    """Pass bytes on until one end closes."""
-    try:
-        while data := source.recv(1 << 14):
-            sink.sendall(data)
-            if rate is not None:
-                time.sleep(len(data) / rate)
-    except OSError:
-        pass  # closed by the other direction
-    finally:
-        for end in (source, sink):
-            end.close()
-
-
 def main() -> None:
-    """The proxy; prints its port and serves until killed."""
-    host, _, port = sys.argv[1].rpartition(":")
-    rate = float(sys.argv[2])
-    listener = socket.socket()
-    # The kernel would buffer megabytes otherwise.
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
-    listener.bind(("127.0.0.1", 0))
-    listener.listen(8)
-    print(listener.getsockname()[1], flush=True)
-    while True:
-        near, _ = listener.accept()
-        far = socket.create_connection((host, int(port)))
-        for source, sink, limit in ((near, far, rate), (far, near, None)):
-            threading.Thread(target=pump, args=(source, sink, limit), daemon=True).start()
+    """The slow trainer's wire; prints its address and serves until killed."""
+    wire = Wire(SLOW_BYTES_PER_SECOND)
+    wire.lead_to(sys.argv[1])
+    print(wire.address, flush=True)
+    signal.pause()
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from pathlib import Path
 from benchmarks.feed_faults.__main__ import targets_of, text_of
 from benchmarks.feed_faults.books import ACCEPTED, Books, Records
 from benchmarks.feed_faults.faults import FAULTS, GRPC, SHARED_MEMORY
-from benchmarks.feed_faults.policy_process import ANSWERED, CAPTURED
+from benchmarks.feed_faults.processes import ANSWERED, CAPTURED
 from benchmarks.feed_faults.rig import Rig
 from benchmarks.feed_faults.table import run
 from draft_trainer.ingest.database import FILE, Database, key_of
@@ -22,10 +22,10 @@ def test_nothing_acknowledged_is_lost_or_trained_twice(tmp_path: Path) -> None:
     last = ("both killed", "byte flipped in a message")
     plan = [(fault, GRPC if fault.name in last else SHARED_MEMORY) for fault in FAULTS]
     plan.sort(key=lambda row: row[1] == GRPC)
-    rig = Rig(tmp_path, PATIENCE, pace=0.05)
+    rig = Rig(tmp_path, PATIENCE)
     try:
         # No bound on a call of the bridge: the machine of a test may be busy.
-        table = run(rig, plan, random.Random(0), longest_call=PATIENCE, seconds=10 * PATIENCE)
+        table = run(rig, plan, random.Random(0), longest_call=PATIENCE)
     finally:
         rig.stop()
     missed = [target for target in targets_of(table) if not target.ok]

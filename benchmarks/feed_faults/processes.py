@@ -1,7 +1,7 @@
-"""A policy in a process of its own: forward passes through a real bridge, over and over.
+"""The table's two processes: ``draft-trainer serve``, and forward passes through a real bridge.
 
-What it knows is written as it happens, with one write each, so that kill -9 loses none of it:
-every sample before it can be sent, every answer before the bridge hears of it, every step.
+What the policy knows is written as it happens, with one write each, so that kill -9 loses none of
+it: every sample before it can be sent, every answer before the bridge hears of it, every step.
 """
 
 from __future__ import annotations
@@ -20,6 +20,9 @@ import torch
 from safetensors.torch import save
 from transformers import AutoModelForCausalLM
 
+# Imported here for the fork server: what the command would import first.
+import draft_trainer.server.app  # noqa: F401
+from draft_trainer.cli.main import main
 from draft_trainer.files import written_whole
 from policy_bridge import BridgeConfig, PolicyBridge
 from policy_bridge.connection import Connection
@@ -31,6 +34,8 @@ ROWS, PROMPT, SHORTEST, LONGEST = 2, 4, 8, 20
 STEPS_PER_SYNC = 40
 CAPTURED, ANSWERED, STEPS, VERSION = "captured", "answered", "steps", "version"
 RECORDED = "recorded.safetensors"
+PACE = 0.05
+"""Seconds from one step's beginning to the next one's."""
 
 
 @dataclass(frozen=True)
@@ -40,22 +45,29 @@ class Orders:
     Attributes:
         policy: folder of the model.
         folder: where it writes.
-        pace: seconds from one step's beginning to the next one's.
         seed: of its batches.
         bridge: its configuration.
     """
 
     policy: str
     folder: str
-    pace: float
     seed: int
     bridge: BridgeConfig
+
+
+def serve(config: str, log: str) -> None:
+    """The trainer, with its output appended to ``log``. The process's whole life."""
+    _log_to(Path(log))
+    sys.exit(main(["serve", "--config", config]))
 
 
 def train(orders: Orders) -> None:
     """Step until SIGTERM. The process's whole life."""
     folder = Path(orders.folder)
     _log_to(folder / "policy.log")
+    logging.basicConfig(
+        level="INFO", format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr
+    )
     over = threading.Event()
     signal.signal(signal.SIGTERM, lambda number, frame: over.set())
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -79,7 +91,7 @@ def train(orders: Orders) -> None:
             whole, own = _step(model, bridge, generator)
             steps.write(f"{whole:.4f} {own:.4f} {synced:.4f}")
             count += 1
-            over.wait(max(0.0, began + orders.pace - time.monotonic()))
+            over.wait(max(0.0, began + PACE - time.monotonic()))
     sys.exit(0)
 
 
@@ -193,6 +205,3 @@ def _log_to(path: Path) -> None:
     number = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(number, 1)
     os.dup2(number, 2)
-    logging.basicConfig(
-        level="INFO", format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr
-    )
