@@ -25,7 +25,7 @@ from benchmarks.hot_swap.figures import (
     targets,
 )
 from benchmarks.hot_swap.load import Load, Seen, Work, complete_all
-from benchmarks.hot_swap.servers import Server, Servers
+from benchmarks.hot_swap.servers import Server, Servers, two_cores
 from benchmarks.hot_swap.swaps import Ours, Swap, peer_files
 from examples.arithmetic_grpo.sampling import held_out_problems, prompt_ids
 from examples.arithmetic_grpo.tokenizer import EOS_ID
@@ -56,7 +56,7 @@ def _measure(chosen: argparse.Namespace, folder: Path) -> Outcome:
     say("starting two rollout servers")
     servers = [
         Server(folder / f"rollout-server-{index}.log", core=core)
-        for index, core in enumerate(_two_cores())
+        for index, core in enumerate(two_cores())
     ]
     with Servers(servers) as pair:
         ours = Ours(
@@ -232,12 +232,6 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     torch.set_num_threads(1)
     return chosen
-
-
-def _two_cores() -> tuple[int | None, int | None]:
-    """One for all processes of each server; None leaves them to the kernel."""
-    cores = sorted(os.sched_getaffinity(0))
-    return (cores[0], cores[1]) if len(cores) > 1 else (None, None)
 
 
 if __name__ == "__main__":

@@ -16,6 +16,12 @@ from examples.local_services import CALL_SECONDS, ROOT, RolloutServer, start_all
 READY_SECONDS = 400.0
 
 
+def two_cores() -> tuple[int | None, int | None]:
+    """One for all processes of each server; None leaves them to the kernel."""
+    cores = sorted(os.sched_getaffinity(0))
+    return (cores[0], cores[1]) if len(cores) > 1 else (None, None)
+
+
 class Server(RolloutServer):
     """One of them; ``core`` as in ``RolloutServer``, whose engine processes spin while they wait.
 

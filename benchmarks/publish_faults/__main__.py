@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import os
-import statistics
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
 
-from benchmarks.harness import Target, end_on_sigterm, finish, options, say, table, write
+from benchmarks.harness import end_on_sigterm, options
+from benchmarks.publish_faults.drills import Row, drill
 from benchmarks.publish_faults.faults import FAULTS, Fault, run
 from benchmarks.publish_faults.rig import Rig
 from benchmarks.publish_faults.vllm_rig import VLLM_FAULTS, VllmRig
@@ -26,87 +23,20 @@ def main(argv: list[str] | None = None) -> int:
     """Command line entry; the exit status is 0 only if the fleet recovered every time."""
     chosen = _parse(argv)
     end_on_sigterm()
-    rows: dict[str, Row] = {}
     faults: Sequence[Fault] = VLLM_FAULTS if chosen.vllm else FAULTS
     with tempfile.TemporaryDirectory() as folder:
-        rig = _rig(chosen, Path(folder))
+        rig = VllmRig(Path(folder)) if chosen.vllm else Rig(Path(folder), SERVERS)
+
+        def inflicted(fault: Fault, turn: int) -> str:
+            run(rig, fault, turn)
+            return "right"
+
         try:
-            for turn in range(chosen.runs):
-                fault = faults[turn % len(faults)]
-                row = rows.setdefault(fault.name, Row())
-                error = row.take(lambda: run(rig, fault, turn // len(faults)))  # noqa: B023
-                say(f"{turn + 1}: {fault.name}: {error or 'right'} in {row.seconds[-1]:.1f} s")
-                write(chosen.json, _figures(chosen, rows), _targets(chosen, rows))
+            servers = "2, real vLLM" if chosen.vllm else f"{SERVERS}, over an engine in memory"
+            rows = {fault.name: Row(partial(inflicted, fault)) for fault in faults}
+            return drill(chosen, servers, rows)
         finally:
             rig.stop()
-    lines = [
-        [
-            name,
-            len(row.seconds),
-            row.right,
-            f"{statistics.median(row.seconds):.1f}",
-            f"{max(row.seconds):.1f}",
-        ]
-        for name, row in rows.items()
-    ]
-    print(table("", ["fault", "runs", "right", "median s", "longest s"], lines))
-    return finish(chosen.json, _figures(chosen, rows), _targets(chosen, rows))
-
-
-@dataclass
-class Row:
-    """The runs of one fault: seconds of each, and what was wrong."""
-
-    seconds: list[float] = field(default_factory=list)
-    wrong: list[str] = field(default_factory=list)
-
-    @property
-    def right(self) -> int:
-        """Runs after which all was right."""
-        return len(self.seconds) - len(self.wrong)
-
-    def take(self, work: Callable[[], None]) -> str:
-        """One run; what was wrong with it."""
-        began, error = time.monotonic(), ""
-        try:
-            work()
-        except (AssertionError, RuntimeError) as failure:
-            error = str(failure)
-            self.wrong.append(error)
-        self.seconds.append(time.monotonic() - began)
-        return error
-
-
-def _rig(chosen: argparse.Namespace, folder: Path) -> Rig:
-    if not chosen.vllm:
-        return Rig(folder, SERVERS)
-    cores = sorted(os.sched_getaffinity(0))
-    return VllmRig(folder, tuple(cores[:2]) if len(cores) > 1 else (None, None))
-
-
-def _targets(chosen: argparse.Namespace, rows: Mapping[str, Row]) -> list[Target]:
-    runs = sum(len(row.seconds) for row in rows.values())
-    share = sum(row.right for row in rows.values()) / runs
-    return [
-        Target.at_least("runs", runs, chosen.runs),
-        Target.at_least("share of runs after which all is right", share, 1.0),
-    ]
-
-
-def _figures(chosen: argparse.Namespace, rows: Mapping[str, Row]) -> dict[str, Any]:
-    return {
-        "servers": "2, real vLLM" if chosen.vllm else SERVERS,
-        "rows": {
-            name: {
-                "runs": len(row.seconds),
-                "right": row.right,
-                "median_seconds": statistics.median(row.seconds),
-                "longest_seconds": max(row.seconds),
-                "wrong": row.wrong,
-            }
-            for name, row in rows.items()
-        },
-    }
 
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:

@@ -7,16 +7,16 @@ import signal
 from pathlib import Path
 
 from benchmarks.hot_swap.load import Load, Work, complete_all
-from benchmarks.hot_swap.servers import READY_SECONDS, Server
+from benchmarks.hot_swap.servers import READY_SECONDS, Server, two_cores
 from benchmarks.publish_faults.faults import Fault
 from benchmarks.publish_faults.rig import DRAFT, Rig
+from benchmarks.publish_faults.server_process import DRAFTS
 from draft_trainer.config import CanaryConfig
 from examples.arithmetic_grpo.sampling import held_out_problems, prompt_ids
 from examples.local_services import start_all
 
 IN_FLIGHT = 8
 PROMPTS = 32
-_STAGES = 4.3
 WORKER, ENGINE = "VLLM::Worker", "VLLM::EngineCore"
 """Titles of vLLM's processes."""
 
@@ -26,20 +26,20 @@ class VllmRig(Rig):
 
     Args:
         folder: registry, logs.
-        cores: one for all processes of each server; as many servers as cores.
     """
 
     # Trials end by live traffic, and then move the fleet between two looks at it. They have a table
     # of their own (``benchmarks.trials``).
     canary = CanaryConfig(share=0.0)
 
-    def __init__(self, folder: Path, cores: tuple[int | None, ...]) -> None:
+    def __init__(self, folder: Path) -> None:
+        cores = two_cores()
         super().__init__(folder, len(cores))
         size = (DRAFT / "model.safetensors").stat().st_size
         self.vllm = [
             Server(
                 folder / f"rollout-server-{index}.log",
-                *("--stage-bytes", str(int(_STAGES * size))),
+                *("--stage-bytes", str(int(DRAFTS * size))),
                 core=core,
                 control=port,
             )

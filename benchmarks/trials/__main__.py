@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import argparse
 import json
-import os
 import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from benchmarks.harness import Target, end_on_sigterm, finish, options, say, spread, table, write
+from benchmarks.harness import end_on_sigterm, options
+from benchmarks.publish_faults.drills import Row, drill
 from benchmarks.publish_faults.rig import RELEASES, Rig
 from benchmarks.publish_faults.server_process import TRAFFIC
 from benchmarks.publish_faults.vllm_rig import VllmRig
@@ -89,8 +87,7 @@ class Vllm:
     """Two real vLLM servers with requests in flight; without drafting there is no traffic."""
 
     def __init__(self, folder: Path) -> None:
-        cores = sorted(os.sched_getaffinity(0))
-        self.rig: VllmRig = VllmRig(folder, tuple(cores[:2]) if len(cores) > 1 else (None, None))
+        self.rig: VllmRig = VllmRig(folder)
 
     def use(self, on: bool) -> None:
         """Verification steps happen, or none do."""
@@ -103,23 +100,11 @@ class Vllm:
         return sum(len(seen.failed) + seen.different for seen in self.rig.load.take())
 
 
-@dataclass
-class Drill:
-    """One disturbance of trials.
-
-    Args:
-        name: of the row.
-        disturb: forces releases live; told the world and how often the row was taken.
-    """
-
-    name: str
-    disturb: Callable[[Memory | Vllm, int], None]
-    seconds: list[float] = field(default_factory=list)
-    ended: list[str] = field(default_factory=list)
-    wrong: list[str] = field(default_factory=list)
+Disturb = Callable[[Memory | Vllm, int], None]
+"""Forces releases live; told the world and how often the row was taken."""
 
 
-def killed(version: int) -> Callable[[Memory | Vllm, int], None]:
+def killed(version: int) -> Disturb:
     """A bad release is promoted, and the trainer is killed some time into its trial."""
 
     def disturb(world: Memory | Vllm, turn: int) -> None:
@@ -170,11 +155,11 @@ def sound(world: Memory | Vllm, turn: int) -> None:
     killed(SOUND[(SOUND.index(live) + 1) % len(SOUND)] if live in SOUND else 0)(world, turn)
 
 
-def run(world: Memory | Vllm, drill: Drill, turn: int) -> None:
+def run(world: Memory | Vllm, disturb: Disturb, turn: int) -> str:
     """Disturb, then wait until the fleet serves a release that passed, or an alert says more."""
     rig = world.rig
     world.failed()
-    drill.disturb(world, turn)
+    disturb(world, turn)
     began = time.monotonic()
     while True:
         now = rig.ask("pointer")
@@ -184,24 +169,22 @@ def run(world: Memory | Vllm, drill: Drill, turn: int) -> None:
             break
         assert seconds < LIMIT_SECONDS, f"after a minute of traffic: {now}"
         time.sleep(0.1)
-    drill.seconds.append(seconds)
-    drill.ended.append("passed" if passed else "undecided, alerted")
     assert not passed or now["live"] not in BAD, f"{BAD[now['live']]} passed"
     assert not set(now["good"]) & set(BAD), f"a bad release is called good: {now}"
     assert rig.settled() == now["live"] or not passed
     failed = world.failed()
     assert not failed, f"{failed} requests failed"
+    return "passed" if passed else "undecided, alerted"
 
 
-def all_drills() -> list[Drill]:
-    """The rows of the table."""
-    return [
-        *(Drill(f"{name}, trainer killed", killed(version)) for version, name in BAD.items()),
-        Drill("replaced before a verdict", superseded),
-        Drill("idle fleet", idle),
-        Drill("rolled back by hand", by_hand),
-        Drill("sound, trainer killed", sound),
-    ]
+DRILLS: dict[str, Disturb] = {
+    **{f"{name}, trainer killed": killed(version) for version, name in BAD.items()},
+    "replaced before a verdict": superseded,
+    "idle fleet": idle,
+    "rolled back by hand": by_hand,
+    "sound, trainer killed": sound,
+}
+"""The rows of the table."""
 
 
 def begin(world: Memory | Vllm) -> None:
@@ -228,51 +211,15 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--runs", type=int, default=48, help="in all; the rows take turns")
     chosen = parser.parse_args(argv)
     end_on_sigterm()
-    drills = all_drills()
     with tempfile.TemporaryDirectory() as folder:
         world: Memory | Vllm = (Vllm if chosen.vllm else Memory)(Path(folder))
         try:
             begin(world)
-            for number in range(chosen.runs):
-                drill = drills[number % len(drills)]
-                try:
-                    run(world, drill, number // len(drills))
-                except AssertionError as error:
-                    drill.wrong.append(str(error))
-                say(f"{number + 1}: {drill.name}: {(drill.wrong or drill.ended)[-1]}")
-                write(chosen.json, _figures(chosen, drills), _targets(chosen, drills))
+            servers = "2, real vLLM" if chosen.vllm else "2, over an engine in memory"
+            rows = {name: Row(partial(run, world, disturb)) for name, disturb in DRILLS.items()}
+            return drill(chosen, servers, rows)
         finally:
             world.rig.stop()
-    rows = [
-        [d.name, len(d.ended), d.ended.count("passed"), f"{max(d.seconds, default=0):.1f}"]
-        for d in drills
-    ]
-    print(table("", ["drill", "runs", "on a release that passed", "longest s"], rows))
-    return finish(chosen.json, _figures(chosen, drills), _targets(chosen, drills))
-
-
-def _figures(chosen: argparse.Namespace, drills: list[Drill]) -> dict[str, Any]:
-    return {
-        "servers": "2, real vLLM" if chosen.vllm else "2, over an engine in memory",
-        "rows": {
-            d.name: {
-                "runs": len(d.ended),
-                "passed": d.ended.count("passed"),
-                "undecided_with_alert": d.ended.count("undecided, alerted"),
-                "seconds": spread(d.seconds) if d.seconds else None,
-                "wrong": d.wrong,
-            }
-            for d in drills
-        },
-    }
-
-
-def _targets(chosen: argparse.Namespace, drills: list[Drill]) -> list[Target]:
-    runs, wrong = sum(len(d.ended) for d in drills), sum(len(d.wrong) for d in drills)
-    return [
-        Target.at_least("runs", runs, chosen.runs),
-        Target.at_most("runs that ended wrong, a failed request included", wrong, 0),
-    ]
 
 
 if __name__ == "__main__":
