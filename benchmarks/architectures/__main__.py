@@ -15,7 +15,6 @@ import random
 import shutil
 import sys
 import tempfile
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -56,21 +55,13 @@ class Served:
 
     Attributes:
         measured: acceptance length by vLLM's counters, tokens per verification step.
-        standard_error: of it.
         replayed: the gate's estimate, on states of the rollouts that were counted.
-        drafts: verification steps.
         greedy_equal: greedy completions that are those without speculation.
-        tokens: of the rollouts at temperature 1.
-        seconds: of these rollouts.
     """
 
     measured: float
-    standard_error: float
     replayed: float
-    drafts: int
     greedy_equal: int
-    tokens: int
-    seconds: float
 
 
 @dataclass(frozen=True)
@@ -80,24 +71,16 @@ class Outcome:
     Attributes:
         name: of ``policies.POLICIES``.
         model_class: as config.json has it.
-        parameters: of the policy.
-        aux_layers: that the draft reads ("after L layers").
         prompts: completed greedily, and ``SAMPLES`` times at temperature 1.
         untrained: as ``draft-trainer init`` makes it.
         adapted: after ``draft-trainer fit``, swapped in live.
-        draft_bytes: sent for the swap.
-        seconds: of serving and measuring.
     """
 
     name: str
     model_class: str
-    parameters: int
-    aux_layers: tuple[int, ...]
     prompts: int
     untrained: Served
     adapted: Served
-    draft_bytes: int
-    seconds: float
 
 
 def rollouts(
@@ -170,9 +153,7 @@ def served(
     Raises RuntimeError: a request failed.
     """
     server.swap(version, load_file(draft / WEIGHTS_FILE))
-    began = time.perf_counter()
     completions = rollouts(server, prompts, SAMPLES)
-    seconds = time.perf_counter() - began
     counted = counters_of(server, version)
     equal = greedy.equal()
     rows = [prompts[number // SAMPLES] for number in range(len(completions))]
@@ -181,12 +162,8 @@ def served(
         recorder.add(list(zip(rows, completions, strict=True)))
     return Served(
         counted.acceptance_length or 1.0,
-        counted.standard_error,
         _replayed(draft, Recording(states)),
-        counted.drafts,
         equal,
-        sum(map(len, completions)),
-        seconds,
     )
 
 
@@ -204,7 +181,6 @@ def outcome(name: str, chosen: argparse.Namespace, folder: Path) -> Outcome:
     task = POLICIES[name].task
     policy = policy_of(name, chosen.work / "policies", MINUTES)
     untrained, trained = drafts_of(task, policy, chosen.work / "drafts" / name)
-    began = time.perf_counter()
     model = AutoModelForCausalLM.from_pretrained(policy, dtype=torch.float32).eval()
     problems = held_out_problems(PROMPTS, task)
     prompts = [prompt_ids(problem, task) for problem in problems]
@@ -222,13 +198,9 @@ def outcome(name: str, chosen: argparse.Namespace, folder: Path) -> Outcome:
     return Outcome(
         name=name,
         model_class=model.config.architectures[0],
-        parameters=sum(parameter.numel() for parameter in model.parameters()),
-        aux_layers=Eagle3().read(trained).draft().config.aux_layer_ids,
         prompts=len(prompts),
         untrained=first,
         adapted=second,
-        draft_bytes=(trained / WEIGHTS_FILE).stat().st_size,
-        seconds=time.perf_counter() - began,
     )
 
 
@@ -248,7 +220,7 @@ def targets(found: Sequence[Outcome]) -> list[Target]:
     return listed
 
 
-COLUMNS = ["policy", "class", "untrained", "replayed", "adapted", "replayed", "greedy", "seconds"]
+COLUMNS = ["policy", "class", "untrained", "replayed", "adapted", "replayed", "greedy"]
 
 
 def row(one: Outcome) -> list[str]:
@@ -258,7 +230,7 @@ def row(one: Outcome) -> list[str]:
     return [
         *(one.name, one.model_class),
         *(f"{before.measured:.2f}", f"{before.replayed:.2f}"),
-        *(f"{after.measured:.2f}", f"{after.replayed:.2f}", equal, f"{one.seconds:.0f}"),
+        *(f"{after.measured:.2f}", f"{after.replayed:.2f}", equal),
     ]
 
 
@@ -291,8 +263,7 @@ def _measured_before(chosen: argparse.Namespace) -> dict[str, Outcome]:
     for one in json.loads(chosen.json.read_text(encoding="utf-8"))["architectures"]:
         if one["name"] not in chosen.only:
             drafts = {name: Served(**one[name]) for name in ("untrained", "adapted")}
-            layers = {"aux_layers": tuple(one["aux_layers"])}
-            found[one["name"]] = Outcome(**one | drafts | layers)
+            found[one["name"]] = Outcome(**one | drafts)
     return found
 
 

@@ -22,7 +22,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -121,15 +121,12 @@ def run_arm(name: str, arm: str, workload: Workload, seed: int, folder: Path) ->
         def begun() -> None:
             at_start.append(_cores(trainer))
 
-        run = train(model, workload, seed, server.http, push, bridge, begun)
-        state = server.state()
-        found = asdict(run) | {"counters": _counters(server)}
-        found |= {"draft_commits": state.draft_commits, "engine_seconds": state.engine_seconds}
+        found = asdict(train(model, workload, seed, server.http, push, bridge, begun))
         if trainer is not None:
             cores = _cores(trainer)
             found["trainer_cpu_seconds"] = cores.ran - at_start[0].ran
             found["trainer_took_seconds"] = cores.taken_since(at_start[0])
-            found |= _status(trainer.health)
+            found["releases"] = _releases(trainer.health)
     return found
 
 
@@ -138,29 +135,12 @@ def _cores(trainer: Service | None) -> CoreSeconds:
     return found or CoreSeconds(0.0, 0.0)
 
 
-def _counters(server: RolloutServer) -> list[dict[str, int]]:
-    """Verification steps, accepted and generated tokens by draft version."""
-    return [
-        {
-            "draft": version,
-            "steps": counters.drafts,
-            "accepted": counters.accepted_tokens,
-            "generated": counters.generated_tokens,
-        }
-        for version, counters in sorted(server.counters().items())
-    ]
-
-
-def _status(address: str) -> dict[str, Any]:
+def _releases(address: str) -> int:
+    """The newest release of a trainer."""
     with open_channel(address) as channel:
         stub = pb_grpc.DraftTrainerStub(channel)
         status = stub.GetStatus(pb.GetStatusRequest(), timeout=CALL_SECONDS)
-    return {
-        "train_seconds": status.train_seconds,
-        "train_steps": status.train_steps,
-        "releases": status.newest_release,
-        "decision": status.training_decision,
-    }
+    return int(status.newest_release)
 
 
 def measure(
@@ -231,10 +211,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run every workload, print, write."""
     parser = options("net_benefit", (__doc__ or "").split("\n\n")[1])
     parser.add_argument("--rounds", type=int, default=1, help="of each workload")
-    parser.add_argument("--steps", type=int, help="GRPO steps of a run, instead of the workload's")
     parser.add_argument("--workload", nargs="+", choices=[*WORKLOADS], default=[*WORKLOADS])
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=[*ARMS])
-    parser.add_argument("--keep", type=Path, help="folder of logs and releases")
     parsed = parser.parse_args(argv)
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     torch.set_num_threads(1)
@@ -244,9 +222,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as temporary:
         for name in parsed.workload:
             workload = WORKLOADS[name]
-            workload = replace(workload, steps=parsed.steps or workload.steps)
-            folder = parsed.keep or Path(temporary)
-            found = measure(name, workload, parsed.arms, parsed.rounds, folder)
+            found = measure(name, workload, parsed.arms, parsed.rounds, Path(temporary))
             figures["workloads"][name] = asdict(workload) | {
                 "runs": found,
                 "seconds": {a: spread([r["seconds"] for r in runs]) for a, runs in found.items()},

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,6 +15,7 @@ import torch
 from transformers import PreTrainedModel
 
 from examples.arithmetic_grpo.grpo import group_advantages, old_log_probs, pad_batch, update
+from examples.arithmetic_grpo.loop import timed
 from examples.arithmetic_grpo.sampling import completion_text, prompt_ids
 from examples.arithmetic_grpo.task import MAX_COMPLETION_TOKENS, Problem, grade, sample_problem
 from examples.arithmetic_grpo.tokenizer import PAD_ID
@@ -66,25 +67,14 @@ class Run:
     Attributes:
         seconds: from the first rollout to the end of the last step.
         phases: seconds of it: generation, log_prob, update, sync.
-        cpu: seconds that this process computed, which generation hardly adds to.
-        generation: seconds of each step's generation.
         tokens: generated.
         ornate: share of ornate lines in the last step: how far the policy moved.
     """
 
     seconds: float = 0.0
     phases: dict[str, float] = field(default_factory=dict)
-    cpu: float = 0.0
-    generation: list[float] = field(default_factory=list)
     tokens: int = 0
     ornate: float = 0.0
-
-    @contextmanager
-    def timed(self, phase: str) -> Iterator[None]:
-        """Counts what is inside."""
-        began = time.perf_counter()
-        yield
-        self.phases[phase] = self.phases.get(phase, 0.0) + time.perf_counter() - began
 
 
 async def _rollouts(
@@ -139,13 +129,11 @@ def train(
     optimizer = torch.optim.AdamW(model.parameters(), workload.learning_rate, betas)
     push(0)
     begun()
-    began, computed = time.perf_counter(), time.process_time()
+    began = time.perf_counter()
     for version in range(workload.steps):
         asked = workload.problems(rng)
-        with run.timed("generation"):
-            before = time.perf_counter()
+        with timed(run.phases, "generation"):
             answers = asyncio.run(_rollouts(http, asked, workload.samples))
-            run.generation.append(time.perf_counter() - before)
         turns = [
             turn
             for group, answered in zip(asked, answers, strict=True)
@@ -167,15 +155,15 @@ def train(
             PAD_ID,
         )
         capture: AbstractContextManager[Any] = bridge.capture() if bridge else nullcontext()
-        with run.timed("log_prob"), capture as captured:
+        with timed(run.phases, "log_prob"), capture as captured:
             old = old_log_probs(model, batch, LOG_PROB_BATCH, captured)
         batch = replace(batch, old_log_probs=old)
-        with run.timed("update"):
+        with timed(run.phases, "update"):
             # Mini-batches of whole turns: their advantages belong together.
             whole = torch.arange(len(rows)).view(-1, workload.samples)
             for chosen in whole.chunk(workload.updates):
                 update(model, optimizer, batch.rows(chosen.flatten()))
-        with run.timed("sync"):
+        with timed(run.phases, "sync"):
             push(version + 1)
-    run.seconds, run.cpu = time.perf_counter() - began, time.process_time() - computed
+    run.seconds = time.perf_counter() - began
     return run

@@ -70,17 +70,15 @@ class Policy:
 
     Args:
         case: what to build.
-        seed: of the batches.
     """
 
     case: Case
-    seed: int = 0
     model: PreTrainedModel = field(init=False)
 
     def __post_init__(self) -> None:
         self.model = self.case.make().train()
         self._optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
-        self._generator = torch.Generator().manual_seed(self.seed)
+        self._generator = torch.Generator().manual_seed(0)
         self.next_batch()
         self.step(DisabledBridge())
 

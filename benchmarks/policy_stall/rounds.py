@@ -30,11 +30,10 @@ _COLD_PASSES = 4
 
 
 class Times(NamedTuple):
-    """Seconds of a step: wall, CPU of the policy's thread, CPU of the process."""
+    """Seconds of a step: wall, CPU of the policy's thread."""
 
     wall: float
     own: float
-    process: float
 
 
 @dataclass
@@ -72,17 +71,13 @@ class Row:
     def figures(self) -> dict[str, Any]:
         """For JSON."""
         stats = self.bridge.stats() if self.bridge is not None else None
-        own = [step for _, step, _ in self.taken]
         return {
-            "seconds": spread([step.wall for step in own]),
+            "seconds": spread([step.wall for _, step, _ in self.taken]),
             "paired_wall": median(self.ratios("wall")),
             "paired_own_cpu": median(self.ratios("own")),
-            "paired_process_cpu": median(self.ratios("process")),
-            "other_threads_cpu_seconds": spread([step.process - step.own for step in own]),
             "sync_seconds": spread(self.sync) if self.sync else None,
             "steps_checked": self.checked,
             "steps_with_identical_gradients": self.same_bits,
-            "wall": [[round(times.wall, 6) for times in three] for three in self.taken],
             "bridge": None if stats is None else {
                 "connected": stats.connected,
                 "transport": stats.transport,
@@ -148,12 +143,11 @@ class Rounds:
             self._cold.add_(1)
         if self._background is not None:
             confine(os.getpid(), self._background, but=(threading.get_native_id(),))
-        process, own = time.process_time(), time.thread_time()
+        own = time.thread_time()
         began = time.perf_counter()
         self._policy.step(bridge or DisabledBridge(), captures)
         wall = time.perf_counter() - began
-        own = time.thread_time() - own
-        return Times(wall, own, time.process_time() - process)
+        return Times(wall, time.thread_time() - own)
 
     def _sync(self, row: Row) -> float:
         """Seconds of the window, without the background work that is waited for after it."""

@@ -25,9 +25,8 @@ from benchmarks.architectures.policies import (
 )
 from benchmarks.harness import write
 
-BEFORE = Served(1.5, 0.01, 1.51, 900, 128, 4000, 3.0)
-AFTER = Served(3.0, 0.01, 2.99, 500, 128, 4000, 2.0)
-ONE = Outcome("phi3", "Phi3ForCausalLM", 1, (2, 4, 5), 128, BEFORE, AFTER, 10, 60.0)
+BEFORE, AFTER = Served(1.5, 1.51, 128), Served(3.0, 2.99, 128)
+ONE = Outcome("phi3", "Phi3ForCausalLM", 128, BEFORE, AFTER)
 
 
 @pytest.mark.parametrize(

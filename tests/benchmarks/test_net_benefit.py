@@ -43,7 +43,6 @@ def test_a_run_generates_every_turn_and_pushes_every_version() -> None:
         turns += groups
     assert run.tokens == turns * (1 + 2)
     assert pushed == [0, 1, 2]
-    assert len(run.generation) == LOOP.steps
     assert run.seconds >= sum(run.phases.values())
     assert not torch.equal(model.lm_head.weight, before)
 
