@@ -382,7 +382,6 @@ class RecordingConfig(Section):
     capacity_bytes: Annotated[int, Field(ge=1)] = 16 << 30
     shard_bytes: Annotated[int, Field(ge=1)] = 256 << 20
     queue_bytes: Annotated[int, Field(ge=1)] = 256 << 20
-    offer_timeout_s: Seconds = 0.05
 
 
 class TrainerConfig(Section):

@@ -116,7 +116,7 @@ class Counters:
             "recording_shed",
             "Samples not written to disk, by reason.",
             "reason",
-            ("queue_full", "busy", "capacity", "policy_forgotten", "write_failed"),
+            ("queue_full", "capacity", "policy_forgotten", "write_failed"),
         )
 
         self.tokens_trained = self._counter("tokens_trained", "Step-0 anchors trained on.")

@@ -1,7 +1,7 @@
 """Writes recordings, of samples that ingest accepts or of any others.
 
-Ingest hands a copy of a sample over with a deadline; one thread writes. Samples beyond what it can
-write are shed and counted: training has them either way.
+Ingest hands a copy of a sample over; one thread writes. Samples beyond what it can write are shed
+and counted: training has them either way.
 """
 
 from __future__ import annotations
@@ -258,11 +258,8 @@ class Recorder:
         self._thread.start()
 
     def offer(self, run: Run, sample: Sample) -> None:
-        """Hand a sample over, or shed it; within ``recording.offer_timeout_s`` either way."""
-        if not self._changed.acquire(timeout=self._config.offer_timeout_s):
-            self._counters.recording_shed.labels("busy").inc()
-            return
-        try:
+        """Hand a sample over, or shed it; without waiting for a write."""
+        with self._changed:
             fits = self._queue_bytes + sample.nbytes <= self._config.queue_bytes
             if fits and not self._stopping:
                 # A view would keep the sample's memory in the store until its shard is written.
@@ -270,8 +267,6 @@ class Recorder:
                 self._queue_bytes += sample.nbytes
                 self._changed.notify()
                 return
-        finally:
-            self._changed.release()
         self._counters.recording_shed.labels("queue_full").inc()
 
     def stop(self, timeout: float) -> bool:

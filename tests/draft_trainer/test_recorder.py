@@ -35,9 +35,6 @@ from tests.draft_trainer.samples import sealed
 from tests.draft_trainer.synthetic import HIDDEN, VOCAB, Policy, config, draft_vocab_ids
 from tests.draft_trainer.test_recording import WRITE_UNTIL_KILLED
 
-# Nothing is shed because a thread was held up.
-PATIENT = {"offer_timeout_s": 60.0}
-
 
 def new_run(folder: Path, run_id: str) -> Run:
     store = SampleStore(folder, ReplayConfig(capacity_bytes=1 << 20))
@@ -55,7 +52,7 @@ class Rig:
         self.run = new_run(Path(self._samples.name), "run")
         self.policy = Policy()
         self.announce(1)
-        limits = RecordingConfig.model_validate({**PATIENT, "shard_bytes": 8_000, **changes})
+        limits = RecordingConfig.model_validate({"shard_bytes": 8_000, **changes})
         self.recorder = Recorder(folder, limits, config(), draft_vocab_ids(), self.counters)
 
     def announce(self, version: int) -> None:
@@ -75,7 +72,7 @@ class Rig:
 
 
 def test_the_service_records_what_it_accepts(tmp_path: Path) -> None:
-    made = make_config(tmp_path, recording={**PATIENT, "directory": str(tmp_path / "states")})
+    made = make_config(tmp_path, recording={"directory": str(tmp_path / "states")})
     messages = rollouts(12)
     with running(made, train=False) as (server, client):
         client.open("grpo-1")
@@ -109,13 +106,6 @@ def test_the_queue_is_bounded_and_what_it_sheds_is_counted(tmp_path: Path) -> No
     recorded, after = rig.counts()
     assert recorded == 10 - shed["queue_full"] and after == shed
     assert len(Recording(tmp_path / "run-000000")) == recorded
-
-
-def test_a_deadline_bounds_the_offer(tmp_path: Path) -> None:
-    rig = Rig(tmp_path, offer_timeout_s=0.01)
-    with rig.recorder._changed:
-        rig.recorder.offer(rig.run, Policy().samples(1)[0])
-    assert rig.counts() == (0, {"busy": 1})
 
 
 def test_the_directory_is_bounded_over_restarts(tmp_path: Path) -> None:
