@@ -9,12 +9,8 @@ import torch
 from transformers import Glm4MoeConfig
 from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeMoE
 
-from draft_trainer.config import TrainingConfig
-from draft_trainer.drafters.mtp.experts import CORRECTION, Experts, ExpertsShape
-from draft_trainer.training.learner import Learner
+from draft_trainer.drafters.mtp.experts import Experts, ExpertsShape
 from slipstream.errors import RefusedError
-from tests.draft_trainer.synthetic import VOCAB, Policy
-from tests.draft_trainer.test_mtp import GLM, mtp_head
 
 HIDDEN = 16
 CONFIG: dict[str, Any] = {
@@ -71,33 +67,6 @@ def test_values_and_gradients_are_those_of_transformers(changes: dict[str, Any])
         ]
         torch.testing.assert_close(torch.cat(grads[:2]), fused[number], atol=1e-4, rtol=1e-4)
         torch.testing.assert_close(grads[2], down[number], atol=1e-4, rtol=1e-4)
-
-
-def test_muon_leaves_an_expert_that_no_token_reaches_where_it_is() -> None:
-    """Its momentum only shrinks: by 0.95 a step, so that in time its squares are 0 in float32."""
-    policy, model = Policy(), mtp_head(GLM)
-    heads = policy.heads(rows=torch.arange(VOCAB))
-    samples = [
-        sample.repacked(aux=torch.zeros(sample.tokens, 0), aux_layers=())
-        for sample in policy.samples(12)
-    ]
-    config = TrainingConfig(
-        optimizer="muon", ttt_steps=2, warmup_steps=0, weight_decay=0.0, weight_averaging=0.0
-    )
-    learner = Learner(model, config)
-    learner.step(samples, heads)
-    name = "layer.mlp.experts.0.up_proj.weight"
-    state = learner.state_dict()
-    assert state[f"optimizer.{name}.momentum"].any()
-    state[f"head.layer.mlp.gate.{CORRECTION}"][0] = -1e3
-    for size in (1.0, 1e-22):
-        state[f"optimizer.{name}.momentum"] *= size
-        learner.load_state_dict(state)
-        learner.step(samples, heads)
-        after = learner.state_dict()
-        assert torch.equal(after[f"head.{name}"], state[f"head.{name}"])
-        for other in ("layer.mlp.shared_experts.up_proj.weight", "layer.mlp.gate.weight"):
-            assert not torch.equal(after[f"head.{other}"], state[f"head.{other}"])
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from draft_trainer.config import TrainingConfig
 from draft_trainer.drafters.loss import step_weights
 from draft_trainer.offline.data import steps_of
 from draft_trainer.training.learner import Learner
-from draft_trainer.training.optimizer import Schedule, orthogonal
+from draft_trainer.training.optimizer import Schedule
 from slipstream.errors import RefusedError
 from tests.draft_trainer.synthetic import Policy, head
 
@@ -150,29 +150,3 @@ def test_average_may_be_switched_on_and_off_between_runs() -> None:
     plain.load_state_dict(averaging.state_dict())
     for name, tensor in averaging.head.state_dict().items():
         assert torch.equal(plain.snapshot(torch.float32).state_dict()[name], tensor)
-
-
-def test_muon_moves_hidden_matrices_by_the_stated_size_and_resumes_with_the_same_bits() -> None:
-    policy = Policy(0, 4.0)
-    how = CONFIG.model_copy(update={"optimizer": "muon", "warmup_steps": 0})
-    first, second = Learner(head(0), how), Learner(head(1), how)
-    before = first.state_dict()
-    losses = [first.step(policy.samples(20), policy.heads()).loss]
-    after = first.state_dict()
-    assert "optimizer.fc.weight.momentum" in after
-    assert "optimizer.lm_head.weight.exp_avg_sq" in after
-    name = "head.midlayer.mlp.down_proj.weight"
-    move = (after[name] - before[name]) / how.learning_rate
-    assert float(move.square().mean().sqrt()) == pytest.approx(0.2, rel=0.3)
-    values = torch.linalg.svdvals(move) / (0.2 * max(move.shape) ** 0.5)
-    assert float(values[len(values) // 2]) > 0.5 and float(values[0]) < 1.25
-    assert not orthogonal(torch.zeros(3, 4)).any()
-    # Its squares are 0 in float32.
-    assert float(orthogonal(torch.full((3, 4), 1e-25)).abs().max()) < 1e-9
-    second.load_state_dict(after)
-    for _ in range(15):
-        losses.append(first.step(policy.samples(20), policy.heads()).loss)
-        assert second.step(policy.samples(20), policy.heads()).loss == losses[-1]
-    assert losses[-1] < 0.8 * losses[0]
-    with pytest.raises(RefusedError, match="exp_avg"):
-        Learner(head(0), CONFIG).load_state_dict(after)
