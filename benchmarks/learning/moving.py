@@ -133,7 +133,7 @@ class Candidate:
 def considered(
     learner: Learner, served: Draft, held: Sequence[Sample], heads: PolicyHeads
 ) -> Candidate:
-    """As ``Candidates.consider``; ``served`` is then what is served."""
+    """As ``TrainingLoop`` does; ``served`` is then what is served."""
     shares = learner.pace.shares
     result, best = compare(
         GateSection(),

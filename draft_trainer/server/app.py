@@ -49,7 +49,7 @@ from draft_trainer.server.web import serve_web
 from draft_trainer.training.economy import Economy, core_seconds, training_nice
 from draft_trainer.training.followers import Followers
 from draft_trainer.training.learner import Learner
-from draft_trainer.training.loop import Candidates, TrainingLoop
+from draft_trainer.training.loop import TrainingLoop
 from draft_trainer.training.ranks import Ranks
 from draft_trainer.training.state import LearnerStates, head_facts
 from slipstream.errors import RefusedError
@@ -178,10 +178,7 @@ class TrainerServer:
             states,
             resumed,
             self.runs,
-            Candidates(
-                *(config, registry, gate, self._promotions, economy),
-                on_written=self._counters.released,
-            ),
+            *(config, registry, gate, self._promotions, economy),
             self._counters,
             arrived,
             on_release=self._reconciler.released,

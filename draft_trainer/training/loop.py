@@ -41,99 +41,6 @@ _MOST_RETRY_S = 60.0
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, eq=False)
-class Candidates:
-    """Gates what the learner has and releases what is better. For the training thread only.
-
-    Attributes:
-        config: the trainer's.
-        registry: where releases are written.
-        gate: compares them with the promoted release.
-        promotions: which release is wanted.
-        economy: is told what the gate found.
-        on_written: told the draft version of every new release.
-    """
-
-    config: TrainerConfig
-    registry: Registry
-    gate: Gate
-    promotions: Promotions
-    economy: Economy
-    on_written: Callable[[int], None]
-
-    def consider(self, learner: Learner, run: Run, parent: int, trained_against: int) -> int | None:
-        """Compare the learner's weights, as they would be served, with the promoted release.
-
-        Args:
-            learner: whose averaged weights are the candidate.
-            run: whose held-out samples it is compared on.
-            parent: draft version that training started from.
-            trained_against: newest policy version that was trained on.
-
-        Returns:
-            The new release, if the candidate passed and was written.
-        """
-        served, shares = self.gate.incumbent, learner.pace.shares
-        result, best = self.gate.judge(
-            lambda: (learner.snapshot(served=served, share=share) for share in shares),
-            run,
-            trained_against,
-        )
-        passed = result.outcome == "passed"
-        try:
-            candidate = learner.snapshot(served=served, share=shares[best]) if passed else None
-        except torch.OutOfMemoryError as error:
-            logger.error("the release was not written: %s", error)
-            self.gate.record(result, not_written=f"too little device memory: {error}")
-            return None
-        version, promoted = None, False
-        if candidate is None:
-            self.gate.record(result)
-        else:
-            version = self._written(candidate, result, run, parent)
-        if version is not None:
-            try:
-                promoted = self.promotions.offer(version, result.incumbent_version)
-                how = "promoted" if promoted else "kept (pinned, or the incumbent was replaced)"
-            except RefusedError as error:
-                # A full disk must not end training: the next release is offered, too.
-                how = f"kept ({error})"
-            logger.info("draft %d %s: %s", version, how, result.reason)
-            self.gate.record(result, version)
-            self.on_written(version)
-            self.registry.retain(self.config.draft)
-        if result.HasField("gate"):
-            gate = result.gate
-            learner.settle(served, shares[best], gate.difference, gate.difference_half_width)
-            self.economy.compared(gate, promoted, self.promotions.now.pinned)
-        return version
-
-    def _written(
-        self, candidate: Draft, result: release_pb2.Verdict, run: Run, parent: int
-    ) -> int | None:
-        try:
-            manifest = self.registry.create(
-                candidate,
-                release_pb2.ReleaseManifest(
-                    parent_version=parent,
-                    trained_against_policy_version=result.trained_against_policy_version,
-                    run_id=run.run_id,
-                    ttt_steps=self.config.training.ttt_steps,
-                    gate=result.gate,
-                    draft_sample_method=result.gate.draft_sample_method,
-                    num_speculative_tokens=result.gate.num_speculative_tokens,
-                ),
-            )
-        except (OSError, RefusedError) as error:
-            # A full disk must not end training: the weights stay, the next release may fit. What
-            # came free since the last one makes room for it.
-            logger.error("the release was not written: %s", error)
-            self.registry.retain(self.config.draft)
-            self.gate.record(result, not_written=str(error))
-            return None
-        return manifest.draft_version
-
-
 @dataclass(eq=False)
 class TrainingLoop:
     """Owns the training thread and, while it runs, the learner.
@@ -145,7 +52,11 @@ class TrainingLoop:
         states: what a restart resumes from.
         position: of the learner's weights in the data.
         runs: whose current run is trained on.
-        candidates: gates the weights.
+        config: the trainer's.
+        registry: where releases are written.
+        gate: compares the weights with the promoted release.
+        promotions: which release is wanted.
+        economy: whether training pays; is told what the gate found.
         counters: count steps.
         arrived: set by ingest whenever there may be new samples; cleared here only.
         on_release: called after every new release.
@@ -158,7 +69,11 @@ class TrainingLoop:
     states: LearnerStates
     position: Position
     runs: Runs
-    candidates: Candidates
+    config: TrainerConfig
+    registry: Registry
+    gate: Gate
+    promotions: Promotions
+    economy: Economy
     counters: Counters
     arrived: threading.Event
     on_release: Callable[[], None]
@@ -171,7 +86,6 @@ class TrainingLoop:
     _retry_s: float = field(default=_RETRY_S, init=False)
 
     def __post_init__(self) -> None:
-        self._config = self.candidates.config.training
         self._arrived = 0
         self._thread = threading.Thread(target=self._run, name="training", daemon=True)
 
@@ -191,9 +105,9 @@ class TrainingLoop:
         if sys.platform == "linux":
             # Per thread on Linux: training yields to everything else on the machine, the gRPC
             # threads of this process included. OpenMP's threads inherit it.
-            nice = training_nice(self._config.nice)
+            nice = training_nice(self.config.training.nice)
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), nice)
-        torch.set_num_threads(self._config.threads)
+        torch.set_num_threads(self.config.training.threads)
         try:
             self.followers.begin(self.learner.head, self.learner.config)
             self.learner.take_rank_0()
@@ -208,7 +122,7 @@ class TrainingLoop:
 
     def _train(self) -> None:
         """Until ``stop``: sample a batch, step, save; gate every ``steps_per_candidate`` steps."""
-        config, learner = self._config, self.learner
+        config, learner = self.config.training, self.learner
         while not self._stopping.is_set():
             run = self.runs.current
             if run is None:
@@ -251,7 +165,7 @@ class TrainingLoop:
             self._retry_s = _RETRY_S
             self.counters.device_memory.labels("step").inc(metrics.memory_retries)
             self.position = replace(self.position, draws=number)
-            self.candidates.economy.trained(metrics.seconds)
+            self.economy.trained(metrics.seconds)
             self.counters.trained(
                 samples=samples,
                 tokens=metrics.anchors,
@@ -283,26 +197,27 @@ class TrainingLoop:
     def _draw(self, run: Run) -> Drawn:
         """The samples of the next step."""
         now = time.monotonic()
-        if self._config.batch_tokens is None and now >= self._sized_at + _RETRY_S:
+        if self.config.training.batch_tokens is None and now >= self._sized_at + _RETRY_S:
             self._arrived = run.store.tokens_of_a_version()
             self._sized_at = now
-        epochs = self.candidates.config.replay.max_epochs
-        return run.draw(self.learner.pace.batch_tokens(self._config, self._arrived * epochs))
+        epochs = self.config.replay.max_epochs
+        return run.draw(
+            self.learner.pace.batch_tokens(self.config.training, self._arrived * epochs)
+        )
 
     def _pays(self, run: Run) -> bool:
         """Whether to train on what is stored, by the economy's decision for this policy version."""
-        economy, version = self.candidates.economy, run.latest_policy_version
+        economy, version = self.economy, run.latest_policy_version
         economy.begin(run.run_id)
         last = economy.last
         if version is None or (last is not None and last.policy_version == version):
             return not economy.looks_only
         if economy.looks_only and economy.measures(version):
             # Without candidates only this says how the served draft does on the new policy.
-            gate = self.candidates.gate
             with self.followers.kept_waiting():
-                length = gate.measure(run)
+                length = self.gate.measure(run)
             if length is not None:
-                economy.measured(length, gate.drafting()[0])
+                economy.measured(length, self.gate.drafting()[0])
         decision = economy.decide(version)
         if last is None or last.train != decision.train:
             logger.info("policy version %d: %s", version, decision.reason)
@@ -337,9 +252,7 @@ class TrainingLoop:
             return
         self._steps_since_candidate = 0
         with self.followers.kept_waiting():
-            version = self.candidates.consider(
-                self.learner, run, self.position.newest_release, self._trained_against
-            )
+            version = self._candidate(run)
         # It may have moved the weights.
         self.followers.take_rank_0()
         self.learner.take_rank_0()
@@ -353,6 +266,71 @@ class TrainingLoop:
         else:
             self.states.moved()
 
+    def _candidate(self, run: Run) -> int | None:
+        """Compare the averaged weights, as they would be served, with the promoted release.
+
+        Returns:
+            The new release, if the candidate passed and was written.
+        """
+        learner = self.learner
+        served, shares = self.gate.incumbent, learner.pace.shares
+        result, best = self.gate.judge(
+            lambda: (learner.snapshot(served=served, share=share) for share in shares),
+            run,
+            self._trained_against,
+        )
+        passed = result.outcome == "passed"
+        try:
+            candidate = learner.snapshot(served=served, share=shares[best]) if passed else None
+        except torch.OutOfMemoryError as error:
+            logger.error("the release was not written: %s", error)
+            self.gate.record(result, not_written=f"too little device memory: {error}")
+            return None
+        version, promoted = None, False
+        if candidate is None:
+            self.gate.record(result)
+        else:
+            version = self._written(candidate, result, run)
+        if version is not None:
+            try:
+                promoted = self.promotions.offer(version, result.incumbent_version)
+                how = "promoted" if promoted else "kept (pinned, or the incumbent was replaced)"
+            except RefusedError as error:
+                # A full disk must not end training: the next release is offered, too.
+                how = f"kept ({error})"
+            logger.info("draft %d %s: %s", version, how, result.reason)
+            self.gate.record(result, version)
+            self.counters.released(version)
+            self.registry.retain(self.config.draft)
+        if result.HasField("gate"):
+            gate = result.gate
+            learner.settle(served, shares[best], gate.difference, gate.difference_half_width)
+            self.economy.compared(gate, promoted, self.promotions.now.pinned)
+        return version
+
+    def _written(self, candidate: Draft, result: release_pb2.Verdict, run: Run) -> int | None:
+        try:
+            manifest = self.registry.create(
+                candidate,
+                release_pb2.ReleaseManifest(
+                    parent_version=self.position.newest_release,
+                    trained_against_policy_version=result.trained_against_policy_version,
+                    run_id=run.run_id,
+                    ttt_steps=self.config.training.ttt_steps,
+                    gate=result.gate,
+                    draft_sample_method=result.gate.draft_sample_method,
+                    num_speculative_tokens=result.gate.num_speculative_tokens,
+                ),
+            )
+        except (OSError, RefusedError) as error:
+            # A full disk must not end training: the weights stay, the next release may fit. What
+            # came free since the last one makes room for it.
+            logger.error("the release was not written: %s", error)
+            self.registry.retain(self.config.draft)
+            self.gate.record(result, not_written=str(error))
+            return None
+        return manifest.draft_version
+
     def _sleep(self) -> None:
         """Until samples arrive; then until none arrived for ``linger_s``, to fill a batch."""
         self.counters.idle = True
@@ -361,8 +339,8 @@ class TrainingLoop:
         while not self.arrived.wait(self.followers.patience):
             self.followers.keep_alive()
         self.arrived.clear()
-        until = time.monotonic() + 5 * self._config.linger_s
+        until = time.monotonic() + 5 * self.config.training.linger_s
         while not self._stopping.is_set() and time.monotonic() < until:
-            if not self.arrived.wait(self._config.linger_s):
+            if not self.arrived.wait(self.config.training.linger_s):
                 break
             self.arrived.clear()

@@ -193,15 +193,15 @@ def test_what_may_go_goes_at_the_start_and_where_a_release_does_not_fit(
     """A disk that is full is written to after that alone."""
     with running(make_config(tmp_path), train=False) as (server, _):
         for seed in range(4):
-            create(server.loop.candidates.registry, seed)
+            create(server.loop.registry, seed)
     with running(make_config(tmp_path, draft={"keep_releases": 2})) as (server, client):
-        registry = server.loop.candidates.registry
+        registry = server.loop.registry
         assert registry.versions() == (0, 3, 4)
         # Draft 4 is what training goes on from.
         for seed in range(3):
             create(registry, seed, source=release_pb2.RELEASE_SOURCE_IMPORTED)
         with registry.using(5):
-            registry.retain(server.loop.candidates.config.draft)
+            registry.retain(server.loop.config.draft)
         assert registry.versions() == (0, 4, 5, 6, 7)
 
         def full(*_: object) -> None:
@@ -288,7 +288,7 @@ def test_a_gate_that_ends_late_keeps_nothing_else_from_its_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with feeding(make_config(tmp_path)) as (server, client):
-        gate, judges = server.loop.candidates.gate, threading.Event()
+        gate, judges = server.loop.gate, threading.Event()
         real = gate.judge
 
         def judge(*arguments: Any) -> Any:

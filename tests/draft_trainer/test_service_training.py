@@ -97,7 +97,7 @@ def test_a_trainer_that_was_started_nice_trains_and_counts_its_cost(tmp_path: Pa
                 train(client, 1)
                 thread = server.loop._thread.native_id
                 assert thread is not None
-                cores = server.loop.candidates.economy._cores()
+                cores = server.loop.economy._cores()
                 found[nice] = os.getpriority(os.PRIO_PROCESS, thread), cores
 
     thread = threading.Thread(target=serve)
@@ -245,7 +245,7 @@ def test_what_was_trained_before_a_pause_is_judged(
         training={"steps_per_candidate": 10_000, "batch_tokens": 64},
     )
     with running(config) as (server, client):
-        economy, learner = server.loop.candidates.economy, server.loop.learner
+        economy, learner = server.loop.economy, server.loop.learner
         step = learner.step
 
         def decide(version: int) -> Decision:
@@ -276,7 +276,7 @@ def test_a_draft_of_another_run_counts_as_trained_on_the_first_version_of_this_o
         server,
         client,
     ):
-        promotions, registry = server.loop.candidates.promotions, server.loop.candidates.registry
+        promotions, registry = server.loop.promotions, server.loop.registry
         for run_id, against in (("another", 900), ("run", 503)):
             create(registry, run_id=run_id, trained_against_policy_version=against)
         client.open()
@@ -320,7 +320,7 @@ def test_a_release_that_cannot_be_promoted_now_is_kept_and_the_next_one_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with feeding(make_config(tmp_path)) as (server, client):
-        promotions = server.loop.candidates.promotions
+        promotions = server.loop.promotions
         offer, asked = promotions.offer, list[tuple[int, int]]()
 
         def locked_at_first(version: int, against: int) -> bool:
