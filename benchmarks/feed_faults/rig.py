@@ -238,7 +238,7 @@ class Rig:
         with open_channel(self._address) as channel:
             client = Client(channel)
             run = client.open(RUN, spec)
-            layers = tuple(run.aux_layers.ids)
+            layers = tuple(run.aux_layers)
             sample = Sample.pack("recorded", run.latest_policy_version, 1.0, layers, **states)
             with Stream(client) as stream:
                 yield stream, sample
