@@ -47,7 +47,7 @@ LAYERS = (
 )
 CORES = {
     "draft_trainer": (
-        *("drafters/**/*", "kernels/*", "checkpoints/**/*", "offline/*"),
+        *("drafters/**/*", "kernels/*", "checkpoints", "offline/*"),
         *("ingest/arena", "ingest/store", "releases/gate", "releases/registry"),
     ),
     "policy_bridge": ("capture", "hooks", "model", "outbox", "selection"),

@@ -29,7 +29,7 @@ from benchmarks.harness import Target, finish, options, say, spread_text, table,
 from benchmarks.learning.moving import Course, Versions, considered, drawn, follow, move
 from benchmarks.learning.mtp import formulation_targets, formulations
 from benchmarks.workers import WorkerProcess
-from draft_trainer.checkpoints.policy import read_policy
+from draft_trainer.checkpoints import read_policy
 from draft_trainer.config import ReplayConfig, TrainingConfig
 from draft_trainer.drafters import DRAFTERS, Draft
 from draft_trainer.drafters.acceptance import expected_acceptance

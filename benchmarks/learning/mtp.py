@@ -30,7 +30,7 @@ from draft_trainer.drafters.acceptance import expected_acceptance
 from draft_trainer.drafters.attention import ttt_attention
 from draft_trainer.drafters.batch import Batch, ahead, collate
 from draft_trainer.drafters.loss import step_weights, ttt_objective, valid_targets
-from draft_trainer.drafters.mtp.head import MtpHead
+from draft_trainer.drafters.mtp import MtpHead
 from draft_trainer.drafters.policy import PolicyHeads
 from draft_trainer.recordings.recording import Recording
 from draft_trainer.training.optimizer import DraftOptimizer, Schedule

@@ -21,7 +21,7 @@ from torch import Tensor
 from benchmarks.draft_training import peer_speculators
 from benchmarks.draft_training.case import Case
 from benchmarks.workers import answers, serve
-from draft_trainer.checkpoints.policy import read_policy
+from draft_trainer.checkpoints import read_policy
 from draft_trainer.recordings.recording import Recording
 from slipstream.sample import Sample
 

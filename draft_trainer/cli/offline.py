@@ -17,7 +17,7 @@ from slipstream.hub import local_folder
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from draft_trainer.checkpoints.policy import PolicyCheckpoint
+    from draft_trainer.checkpoints import PolicyCheckpoint
     from draft_trainer.drafters import Draft
     from draft_trainer.offline.record import Rollout
 
@@ -74,7 +74,7 @@ class Record:
         from rich.console import Console
         from transformers import AutoModelForCausalLM
 
-        from draft_trainer.checkpoints.policy import read_policy_config
+        from draft_trainer.checkpoints import read_policy_config
         from draft_trainer.files import check_free
         from draft_trainer.offline.record import Recorder
         from draft_trainer.offline.report import progress_of
@@ -195,7 +195,7 @@ class Init:
 
     def run(self) -> int:
         """Writes the draft and prints what was made."""
-        from draft_trainer.checkpoints.policy import read_policy
+        from draft_trainer.checkpoints import read_policy
         from draft_trainer.drafters import DRAFTERS
         from draft_trainer.files import check_free, folder_written_whole
 
@@ -228,7 +228,7 @@ class Init:
         import torch
         from rich.console import Console
 
-        from draft_trainer.checkpoints.policy import size_of
+        from draft_trainer.checkpoints import size_of
         from draft_trainer.drafters.initial import choose_draft_vocabulary, init_draft
         from draft_trainer.offline.report import open_recording
 

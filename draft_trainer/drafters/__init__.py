@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from draft_trainer.drafters.dflash.checkpoint import Dflash
+from draft_trainer.drafters.dflash import Dflash
 from draft_trainer.drafters.draft import Checkpoint, Draft, Drafter, DraftShape
-from draft_trainer.drafters.draft_model.checkpoint import DraftModel
+from draft_trainer.drafters.draft_model import DraftModel
 from draft_trainer.drafters.eagle3.checkpoint import Eagle3
-from draft_trainer.drafters.mtp.checkpoint import Mtp
+from draft_trainer.drafters.mtp import Mtp
 
 DRAFTERS: dict[str, Drafter] = {one.name: one for one in (Eagle3(), Mtp(), DraftModel(), Dflash())}
 """By ``[draft] kind``."""

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from draft_trainer.checkpoints.policy import size_of
+from draft_trainer.checkpoints import size_of
 from draft_trainer.drafters.ops import linear, rms_norm, swiglu_linear
 from draft_trainer.drafters.rope import Rope, Rotary
 from slipstream.errors import RefusedError

@@ -8,10 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from draft_trainer.checkpoints.policy import PolicyCheckpoint, size_of
+from draft_trainer.checkpoints import PolicyCheckpoint, size_of
 from draft_trainer.drafters.block import Norm
-from draft_trainer.drafters.dflash.config import ARCHITECTURE, NESTED, DflashConfig
-from draft_trainer.drafters.dflash.head import DflashHead
+from draft_trainer.drafters.dflash import ARCHITECTURE, NESTED, DflashConfig, DflashHead
 from draft_trainer.drafters.draft import Draft
 from draft_trainer.drafters.eagle3.head import Eagle3Head, HeadConfig
 from draft_trainer.drafters.rope import Rope

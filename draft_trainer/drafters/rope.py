@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draft_trainer.drafters.fields import Refuse
+from draft_trainer.checkpoints import Refuse
 from draft_trainer.drafters.ops import rotate_heads
 
 _REQUIRED = {

@@ -25,7 +25,7 @@ import torch
 from rich.console import Console
 from rich.progress import Progress, TaskID
 
-from draft_trainer.checkpoints.policy import read_policy
+from draft_trainer.checkpoints import read_policy
 from draft_trainer.drafters import DRAFTERS, Draft
 from draft_trainer.drafters.acceptance import expected_acceptance
 from draft_trainer.files import folder_written_whole, fsync

@@ -22,7 +22,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from draft_trainer.checkpoints.policy import PolicyCheckpoint
+from draft_trainer.checkpoints import PolicyCheckpoint
 from draft_trainer.drafters import DraftShape
 from draft_trainer.drafters.policy import PolicyHead, PolicyHeads
 from draft_trainer.ingest.teacher import TeacherCheck

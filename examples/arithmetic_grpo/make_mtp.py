@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from draft_trainer.drafters import DRAFTERS, Draft
-from draft_trainer.drafters.draft_model.config import PARALLEL_TOKEN
+from draft_trainer.drafters.draft_model import PARALLEL_TOKEN
 from slipstream.checkpoints import CONFIG_FILE, WEIGHTS_FILE
 
 

@@ -8,13 +8,10 @@ import torch
 from torch import Tensor
 
 from draft_trainer.drafters.acceptance import expected_acceptance
-from draft_trainer.drafters.dflash.config import DflashConfig
-from draft_trainer.drafters.dflash.head import DflashHead
-from draft_trainer.drafters.draft_model.config import POLICY_WIDTH, LmConfig
-from draft_trainer.drafters.draft_model.model import DraftLm
+from draft_trainer.drafters.dflash import DflashConfig, DflashHead
+from draft_trainer.drafters.draft_model import POLICY_WIDTH, DraftLm, LmConfig
 from draft_trainer.drafters.eagle3.head import Eagle3Head, HeadConfig
-from draft_trainer.drafters.mtp.config import MtpConfig
-from draft_trainer.drafters.mtp.head import MtpHead
+from draft_trainer.drafters.mtp import MtpConfig, MtpHead
 from draft_trainer.drafters.policy import PolicyHead, PolicyHeads
 from draft_trainer.training.learner import Learner
 from slipstream.sample import Sample

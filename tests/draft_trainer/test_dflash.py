@@ -18,14 +18,12 @@ from transformers.models.qwen3.modeling_qwen3 import (
     repeat_kv,
 )
 
-from draft_trainer.checkpoints.policy import read_policy
+from draft_trainer.checkpoints import read_policy
 from draft_trainer.cli.main import main as draft_trainer
 from draft_trainer.config import TrainingConfig
 from draft_trainer.drafters import DRAFTERS
 from draft_trainer.drafters.batch import Batch, collate
-from draft_trainer.drafters.dflash.checkpoint import Dflash
-from draft_trainer.drafters.dflash.config import DflashConfig
-from draft_trainer.drafters.dflash.head import DflashHead
+from draft_trainer.drafters.dflash import Dflash, DflashConfig, DflashHead
 from draft_trainer.drafters.initial import init_dflash
 from draft_trainer.releases.registry import Registry
 from draft_trainer.training.learner import Learner

@@ -21,7 +21,7 @@ from transformers import (
 from draft_trainer.config import TrainingConfig
 from draft_trainer.drafters import DRAFTERS
 from draft_trainer.drafters.batch import collate
-from draft_trainer.drafters.draft_model.checkpoint import DraftModel
+from draft_trainer.drafters.draft_model import DraftModel
 from draft_trainer.releases.registry import Registry
 from draft_trainer.training.learner import Learner
 from slipstream.errors import RefusedError

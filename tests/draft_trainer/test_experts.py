@@ -9,7 +9,7 @@ import torch
 from transformers import Glm4MoeConfig
 from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeMoE
 
-from draft_trainer.drafters.mtp.experts import Experts, ExpertsShape
+from draft_trainer.drafters.mtp import Experts, ExpertsShape
 from slipstream.errors import RefusedError
 
 HIDDEN = 16

@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from draft_trainer.checkpoints.policy import PolicyCheckpoint, read_policy
+from draft_trainer.checkpoints import PolicyCheckpoint, read_policy
 from draft_trainer.cli.main import main
 from draft_trainer.drafters.eagle3.checkpoint import Eagle3
 from draft_trainer.drafters.initial import choose_draft_vocabulary, init_dflash, init_draft

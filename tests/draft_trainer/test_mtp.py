@@ -17,9 +17,7 @@ from draft_trainer.config import DraftKind, TrainingConfig
 from draft_trainer.drafters import DRAFTERS
 from draft_trainer.drafters.batch import collate
 from draft_trainer.drafters.loss import ttt_objective, valid_targets
-from draft_trainer.drafters.mtp.checkpoint import Mtp
-from draft_trainer.drafters.mtp.config import MtpConfig
-from draft_trainer.drafters.mtp.head import MtpHead
+from draft_trainer.drafters.mtp import Mtp, MtpConfig, MtpHead
 from draft_trainer.drafters.policy import PolicyHeads
 from draft_trainer.ingest.run import check_fit, policy_of
 from draft_trainer.offline.data import fit_config

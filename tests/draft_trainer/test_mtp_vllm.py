@@ -14,9 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from draft_trainer.drafters.batch import Batch
-from draft_trainer.drafters.mtp.checkpoint import Mtp
-from draft_trainer.drafters.mtp.config import MtpConfig
-from draft_trainer.drafters.mtp.head import MtpHead
+from draft_trainer.drafters.mtp import Mtp, MtpConfig, MtpHead
 from draft_trainer.drafters.policy import PolicyHead
 
 WIDTH, VOCAB, TOKENS, STEPS, ANCHORS = 64, 128, 12, 4, (0, 1, 7)

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from benchmarks.learning.moving import considered, drawn
-from draft_trainer.checkpoints.policy import read_policy
+from draft_trainer.checkpoints import read_policy
 from draft_trainer.config import TrainingConfig
 from draft_trainer.drafters import DRAFTERS
 from draft_trainer.drafters.acceptance import expected_acceptance

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from draft_trainer.drafters.acceptance import step_acceptance
 from draft_trainer.drafters.batch import Batch
-from draft_trainer.drafters.dflash.config import DflashConfig
-from draft_trainer.drafters.dflash.head import DflashHead
+from draft_trainer.drafters.dflash import DflashConfig, DflashHead
 from draft_trainer.drafters.draft import Draft
 from draft_trainer.drafters.eagle3.config import HeadConfig
 from draft_trainer.drafters.eagle3.head import Eagle3Head

@@ -11,11 +11,9 @@ from typing import Any
 import pytest
 
 from draft_trainer.drafters import DRAFTERS, Draft, Drafter
-from draft_trainer.drafters.draft_model.config import LmConfig
-from draft_trainer.drafters.draft_model.model import DraftLm
+from draft_trainer.drafters.draft_model import DraftLm, LmConfig
 from draft_trainer.drafters.eagle3.checkpoint import Eagle3
-from draft_trainer.drafters.mtp.config import MtpConfig
-from draft_trainer.drafters.mtp.head import MtpHead
+from draft_trainer.drafters.mtp import MtpConfig, MtpHead
 from slipstream.errors import RefusedError
 from tests.draft_trainer.synthetic import HIDDEN, QWEN, dflash_head
 from tests.draft_trainer.test_draft_model import SIZES

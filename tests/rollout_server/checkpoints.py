@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from draft_trainer.checkpoints.policy import read_policy
+from draft_trainer.checkpoints import read_policy
 from draft_trainer.drafters import DRAFTERS
 from draft_trainer.drafters.initial import init_draft
 

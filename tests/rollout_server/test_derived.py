@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from draft_trainer.checkpoints.policy import read_policy
+from draft_trainer.checkpoints import read_policy
 from draft_trainer.drafters import DRAFTERS
 from draft_trainer.drafters.initial import init_dflash
 from rollout_server.reload import Change, LiveModel, apply_all

@@ -11,8 +11,7 @@ import torch
 from torch import nn
 
 from draft_trainer.drafters import DRAFTERS
-from draft_trainer.drafters.mtp.config import MtpConfig
-from draft_trainer.drafters.mtp.head import MtpHead
+from draft_trainer.drafters.mtp import MtpConfig, MtpHead
 from rollout_server.reload import Change, LiveModel, apply_all
 from rollout_server.served.derived import unaccounted
 from rollout_server.standby import DIFFERS, SAME

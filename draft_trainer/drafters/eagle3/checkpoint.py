@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draft_trainer.checkpoints.policy import read_embeddings, read_policy_config, size_of
+from draft_trainer.checkpoints import read_embeddings, read_policy_config, size_of
 from draft_trainer.drafters.draft import (
     Checkpoint,
     Draft,

@@ -6,10 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from draft_trainer.checkpoints.policy import size_of
+from draft_trainer.checkpoints import Refuse, size_of
 from draft_trainer.drafters.block import BlockShape
 from draft_trainer.drafters.draft import DraftShape
-from draft_trainer.drafters.fields import Refuse
 from draft_trainer.drafters.rope import Rope
 from slipstream.layers import AUX_LAYERS, check_layers
 

@@ -20,9 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from draft_trainer.checkpoints.policy import read_policy_config, size_of
+from draft_trainer.checkpoints import Refuse, read_policy_config, size_of
 from draft_trainer.drafters.eagle3.config import ARCHITECTURES, OWN_EMBEDDINGS, HeadConfig
-from draft_trainer.drafters.fields import Refuse
 from slipstream.layers import AUX_LAYERS, ambiguous_layers, default_aux_layers
 
 Document = dict[str, Any]

@@ -1,11 +1,14 @@
-"""Reads sizes, lm_head and final norm of a policy's Hugging Face checkpoint for a new draft."""
+"""Reads what a draft needs of a policy's Hugging Face checkpoint, and refuses wrong fields.
+
+``slipstream.checkpoints`` reads any checkpoint.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import Tensor
 
@@ -20,6 +23,43 @@ MOST_SIZE, MOST_LAYERS = 1 << 24, 1 << 10
 _ADVICE = "give the model's folder as Hugging Face save_pretrained writes it"
 _TIED = "tie_word_embeddings"
 _PREFIXES = ("", "model.", "model.language_model.", "language_model.", "language_model.model.")
+
+
+@dataclass(frozen=True)
+class Refuse:
+    """Raises RefusedError for a field of one kind of file.
+
+    Attributes:
+        file: the file in words; a field's name follows it.
+        next_step: of a refusal that names no other.
+    """
+
+    file: str
+    next_step: str
+
+    def __call__(
+        self, name: str, found: object, expected: object, next_step: str | None = None
+    ) -> NoReturn:
+        """Refuse a field."""
+        field = f"{self.file} {name}"
+        raise RefusedError(field, found, expected, next_step or self.next_step)
+
+    def other_values(
+        self,
+        config: Mapping[str, Any],
+        allowed: Mapping[str, tuple[Any, ...]],
+        prefix: str = "",
+    ) -> None:
+        """Refuse the first field that has none of its allowed values; an absent one has None.
+
+        Args:
+            config: the file, or an object in it.
+            allowed: values by field; a refusal names the first.
+            prefix: what leads to ``config`` in the file.
+        """
+        for name, values in allowed.items():
+            if config.get(name) not in values:
+                self(f"{prefix}{name}", config.get(name), values[0])
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,1 +1,0 @@
-"""Checkpoints of policies, read for a new draft; ``slipstream.checkpoints`` reads any."""

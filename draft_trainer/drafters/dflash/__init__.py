@@ -1,1 +1,0 @@
-"""DFlash: a block draft, which proposes all its tokens in one forward pass."""

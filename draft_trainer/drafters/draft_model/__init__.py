@@ -1,1 +1,0 @@
-"""External draft models: a small causal language model with the policy's vocabulary."""

@@ -1,1 +1,0 @@
-"""Native multi-token-prediction heads: one decoder layer over the policy's own final state."""
