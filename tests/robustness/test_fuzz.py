@@ -8,7 +8,7 @@ from __future__ import annotations
 import random
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 
 from tests.robustness.caller import ROLLOUT, TRAINER, Caller, Method
@@ -18,6 +18,7 @@ from tests.robustness.services import Process
 
 from .conftest import Rollout, Size, Trainer
 
+SEED = 0
 CALLS = (40, 1500)
 """Of each method, in a short and in a long run."""
 SETTLED = (0, 750)
@@ -27,14 +28,15 @@ MORE_MEMORY = 64 << 20
 
 
 def fuzz(process: Process, calls: Calls, method: Method, size: Size) -> int:
-    """Damaged calls of one method; by how many bytes the process has grown meanwhile."""
+    """Damaged calls of one method; the bytes of memory that the process had, once settled."""
     count, settled, memory = size(*CALLS), size(*SETTLED), [process.rss]
     caller = Caller(process.health)
 
+    # Not derandomize, with which other damage is drawn whenever this function changes.
+    @seed(SEED)
     @settings(
         max_examples=count,
         deadline=None,
-        derandomize=True,
         database=None,
         suppress_health_check=list(HealthCheck),
     )
@@ -49,29 +51,29 @@ def fuzz(process: Process, calls: Calls, method: Method, size: Size) -> int:
         check()
     finally:
         caller.close()
-    return process.rss - memory[settled]
+    return memory[settled]
 
 
 @pytest.mark.parametrize("method", TRAINER, ids=lambda method: method.name)
 def test_trainer(trainer: Trainer, method: Method, size: Size) -> None:
     before = trainer.feeder.serve()
-    growth = fuzz(trainer.process, Calls(trainer.feeder.session_id), method, size)
+    memory = fuzz(trainer.process, Calls(trainer.feeder.session_id), method, size)
     assert trainer.process.alive
     after = trainer.feeder.serve()
     for field in ("policy_version", "newest_release", "promoted_release"):
         assert getattr(after, field) == getattr(before, field), field
     assert after.samples_accepted > before.samples_accepted
-    assert growth < MORE_MEMORY
+    assert trainer.process.rss - memory < MORE_MEMORY
     assert "Traceback" not in trainer.process.text, trainer.process.text
 
 
 @pytest.mark.parametrize("method", ROLLOUT, ids=lambda method: method.name)
 def test_rollout_server(rollout: Rollout, method: Method, size: Size) -> None:
     before = rollout.stager.serve()
-    growth = fuzz(rollout.process, Calls(), method, size)
+    memory = fuzz(rollout.process, Calls(), method, size)
     assert rollout.process.alive
     after = rollout.stager.serve()
     for field in ("draft_version", "draft_sha256", "draft_commits", "policy_commits", "staged"):
         assert getattr(after, field) == getattr(before, field), field
-    assert growth < MORE_MEMORY
+    assert rollout.process.rss - memory < MORE_MEMORY
     assert "Traceback" not in rollout.process.text, rollout.process.text
