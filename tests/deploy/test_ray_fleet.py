@@ -1,4 +1,7 @@
-"""Ray places two rollout servers and keeps them; a real draft trainer publishes to them."""
+"""Ray places two rollout servers and keeps them; a real draft trainer finds and publishes to them.
+
+Real vLLM in their place: ``python -m benchmarks.ray_fleet``.
+"""
 
 from __future__ import annotations
 
