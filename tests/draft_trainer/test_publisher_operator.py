@@ -108,6 +108,16 @@ def test_pointer_survives_a_restart(rig: Rig) -> None:
     assert (again.promoted, again.pinned, again.good) == (2, True, (0, 1, 2))
 
 
+def test_retention_spares_every_release_that_a_roll_back_can_land_on(rig: Rig) -> None:
+    for version in (1, 2, 3):
+        rig.publisher.promote(version, pin=False)
+    assert rig.registry.prune(1, keep_bytes=1) == ()
+    for version in (2, 1, 0):
+        assert rig.publisher.roll_back("test").draft_version == version
+    # What was rolled back from is not needed any more; the newest number stays taken.
+    assert rig.registry.prune(1, keep_bytes=1) == (1, 2)
+
+
 def test_a_release_cannot_be_removed_while_it_is_being_promoted(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
