@@ -110,7 +110,7 @@ def train(
                 loss_mask=mask,
                 sampled_logprobs=log_probs.detach(),
             )
-        loss = policy_loss(log_probs, log_probs.detach(), advantages, mask, clip=0.2)[0]
+        loss = policy_loss(log_probs, log_probs.detach(), advantages, mask, clip=0.2)
         loss = loss / mask.sum()
         loss.backward()
         optimizer.step()
