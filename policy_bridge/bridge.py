@@ -36,8 +36,9 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 _STATUS_SECONDS = 1.0
 _WAITS = (
-    "the push waits: the draft trainer, which knows the rollout servers, was not reached yet; they "
-    "serve an older policy. Next step: start it, or set BridgeConfig.rollout_servers"
+    "the push is left to the next sync: the draft trainer, which knows the rollout servers, was "
+    "not reached yet; they serve an older policy. Next step: start it, or set "
+    "BridgeConfig.rollout_servers"
 )
 
 

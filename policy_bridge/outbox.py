@@ -180,10 +180,12 @@ class Outbox:
         """Give up a file that is damaged: later blocks go into an anonymous one."""
         with self._changed:
             known, blocks.lost = blocks.lost, True
-            if self._blocks is blocks:
+            current = self._blocks is blocks
+            if current:
                 self._blocks = BlockFile(SharedFile.anonymous(file_bytes(self._capacity)))
             self._changed.notify_all()
-        if not known and blocks.file.name:
+        # One of an earlier stream says nothing about how this one sends.
+        if current and not known and blocks.file.name:
             self._counters.transport("grpc", reason)
             logger.warning("states go inline until the next connection: %s", reason)
 

@@ -30,7 +30,8 @@ class SyncResult:
         stage_seconds: staging the policy on every rollout server.
         commit_seconds: from the commit call to the last server's answer.
         draft_errors: why the draft could not follow; empty when it did.
-        policy_waits: whether a push waits for the trainer, which knows the rollout servers.
+        policy_waits: whether the push was left to the next window, because the trainer, which knows
+            the rollout servers, was not reached yet.
         left_out: why the policy was not pushed to these servers: with ``skip_unreachable_servers``
             those that cannot be reached, those that join and are not ready for it yet, and those
             that the trainer no longer lists and that do not answer.
@@ -108,7 +109,7 @@ class BridgeStats:
     """Policy versions announced to the trainer."""
     connects: int = _counter("Runs opened, including the first.")
     syncs: int = _counter("Sync windows that succeeded.")
-    waiting_pushes: int = _counter("Windows whose push waits for the trainer to name the servers.")
+    waiting_pushes: int = _counter("Pushes left to the next window: the servers were not known.")
     servers_left_out: int = _counter("Rollout servers that a window left out.")
     last_sync: SyncResult | None = None
     """The newest sync that succeeded; None before it."""

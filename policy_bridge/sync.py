@@ -3,10 +3,10 @@
 The policy does not depend on the trainer: when the trainer is absent or late, the bridge commits
 the policy itself. It does depend on the rollout servers: a server that does not take the policy is
 an error to the caller, because training on rollouts of a stale policy would go unnoticed. Four
-exceptions: a push waits where the trainer, which alone knows the servers, was not reached yet; with
-``skip_unreachable_servers`` a server that cannot be reached is left out and counted; and so are,
-always, one that joins and is not ready for this version yet, and one that the trainer no longer
-lists and that does not answer.
+exceptions: a push is left to the next window where the trainer, which alone knows the servers, was
+not reached yet; with ``skip_unreachable_servers`` a server that cannot be reached is left out and
+counted; and so are, always, one that joins and is not ready for this version yet, and one that the
+trainer no longer lists and that does not answer.
 """
 
 from __future__ import annotations

@@ -60,7 +60,12 @@ FACTS: tuple[Fact[TrainerStatus], ...] = (
         "1 while training cannot go on: its thread ended with an error, or waits for a full disk.",
         lambda s: bool(s.training_error),
     ),
-    Fact("streams", "Open streams of samples.", lambda s: s.streams, {"transport": TRANSPORTS}),
+    Fact(
+        "streams",
+        "Open streams of samples, by the transport that they were opened with.",
+        lambda s: s.streams,
+        {"transport": TRANSPORTS},
+    ),
     _is("sessions", "Open sessions of the current run."),
     _is("samples_pending", "Samples accepted, not trained on yet."),
     _is("samples_held_out", "Samples held out of training, for the gate."),

@@ -338,7 +338,7 @@ def test_a_push_before_the_trainer_is_there_waits_for_it(
         ship(bridge, model, batch((6,)))
     assert bridge.policy_version == 2
     assert bridge.stats().waiting_pushes == 2
-    assert sum("the push waits" in record.message for record in caplog.records) == 1
+    assert sum("the push is left" in record.message for record in caplog.records) == 1
     with trainer.serve(server.port):
         assert bridge.wait_connected(DEADLINE)
         result = push(bridge, 3)

@@ -145,7 +145,7 @@ def test_shared_memory_that_fills_up_costs_no_sample(tmp_path: Path, mount: Moun
                 sender.send(*sent[20:])
             sender.flush()
             assert (sender.stats().accepted, sender.stats().shed) == (60, {})
-            assert "No space left" in sender.outbox.damage
+            assert "No space left" in sender.stats().transport_reason
 
 
 def test_a_content_store_that_is_full_refuses_and_keeps_nothing_half_written(
