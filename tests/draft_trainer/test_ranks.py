@@ -293,7 +293,7 @@ def test_the_last_state_is_written_while_the_others_are_kept_waiting() -> None:
         Position(0),
         SimpleNamespace(),  # type: ignore[arg-type]
         SimpleNamespace(training=SERVING),  # type: ignore[arg-type]
-        *(SimpleNamespace(),) * 5,  # type: ignore[arg-type]
+        *(SimpleNamespace(),) * 4,  # type: ignore[arg-type]
         Counters(),
         threading.Event(),
         on_release=lambda: None,
