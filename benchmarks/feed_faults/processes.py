@@ -123,7 +123,7 @@ class _Witness:
         Connection._on_acks = lambda *given: self.on_acks(*given)  # type: ignore[method-assign]
 
     def put(self, outbox: Outbox, sample: Sample, priority: int = 0) -> bool:
-        # Its anchors: see valid_targets in draft_trainer/drafters/eagle3/loss.py.
+        # Its anchors: see valid_targets in draft_trainer/drafters/loss.py.
         anchors = int(sample.loss_mask.sum()) - 1
         self._captured.write(f"{sample.sample_id} {anchors}")
         if not self._recorded:
