@@ -10,7 +10,7 @@ import functools
 import inspect
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from types import SimpleNamespace
 from typing import Any
@@ -379,10 +379,11 @@ class EngineHooks:
     def _apply(self, messages: list[Mapping[str, Any]], timeout: float) -> Result:
         steps_before = self._steps.proposed_so_far()
         changes = [Change.from_message(message) for message in messages]
-        results = self._apply_on_each(changes, timeout)
+        results = self._apply_on_each(messages, timeout)
         result, undo = Result.all_of(results, changes)
         if undo:
-            result = result.taken_back(results, self._apply_on_each(undo, timeout))
+            undone = self._apply_on_each([change.to_message() for change in undo], timeout)
+            result = result.taken_back(results, undone)
         requests: dict[str, int] = {}
         if not result.error and any(change.kind == "policy" for change in changes):
             self._new_salt(policy=True)
@@ -390,8 +391,7 @@ class EngineHooks:
         self._clock.interrupted()
         return replace(result, steps_before=(steps_before,), requests=requests)
 
-    def _apply_on_each(self, changes: Sequence[Change], timeout: float) -> list[Result]:
-        messages = [change.to_message() for change in changes]
+    def _apply_on_each(self, messages: list[Mapping[str, Any]], timeout: float) -> list[Result]:
         return [Result(**r) for r in self._rpc("slipstream_apply", timeout, (messages,))]
 
     def _new_salt(self, policy: bool) -> None:
