@@ -323,8 +323,8 @@ class TrainingLoop:
                 ),
             )
         except (OSError, RefusedError) as error:
-            # A full disk must not end training: the weights stay, the next release may fit. What
-            # came free since the last one makes room for it.
+            # A full disk must not end training: the weights stay, the next release may fit. Older
+            # releases that are no longer in use are removed to make room for it.
             logger.error("the release was not written: %s", error)
             self.registry.retain(self.config.draft)
             self.gate.record(result, not_written=str(error))
