@@ -16,6 +16,7 @@ from torch import Tensor
 from draft_trainer.drafters.batch import Batch
 from draft_trainer.drafters.mtp import Mtp, MtpConfig, MtpHead
 from draft_trainer.drafters.policy import PolicyHead
+from tests.draft_trainer.synthetic import QWEN
 
 WIDTH, VOCAB, TOKENS, STEPS, ANCHORS = 64, 128, 12, 4, (0, 1, 7)
 TOLERANCE = 1e-5
@@ -53,19 +54,7 @@ GLM: dict[str, Any] = {
     "routed_scaling_factor": 1.5,
 }
 _DOCUMENTS: dict[str, dict[str, Any]] = {
-    "qwen3_next": {
-        "architectures": ["Qwen3NextForCausalLM"],
-        "model_type": "qwen3_next",
-        "head_dim": 16,
-        "layer_types": ["full_attention"] * 2,
-        "num_experts": 0,
-        "partial_rotary_factor": 0.5,
-        "rope_parameters": {
-            "rope_type": "default",
-            "rope_theta": 10000.0,
-            "partial_rotary_factor": 0.5,
-        },
-    },
+    "qwen3_next": QWEN | SIZES | {"head_dim": 16},
     # transformers does not know MiMo: its checkpoints bring their configuration's code.
     "mimo": {
         "architectures": ["MiMoForCausalLM"],
