@@ -26,6 +26,7 @@ from policy_bridge.selection import Spent, bytes_per_token
 from policy_bridge.session import PolicyMatrices, PolicySnapshot, Session
 from policy_bridge.stats import BridgeStats, Counters, SyncResult, flat, flat_status
 from policy_bridge.sync import NullSyncWindow, SyncWindow, TrainerProbe
+from slipstream import FORKS_DISTURBED
 from slipstream.client import open_channel
 from slipstream.errors import RefusedError
 from slipstream.sampling import sampling_of
@@ -34,6 +35,11 @@ from slipstream.v1 import draft_trainer_pb2_grpc as pb_grpc
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+_FORKS = (
+    "gRPC's fork handlers are on, with which child processes of this one can hang or end by "
+    "SIGABRT (grpc/grpc#43055). Next step: start it with GRPC_ENABLE_FORK_SUPPORT=0, or import "
+    "policy_bridge before grpc"
+)
 _STATUS_SECONDS = 1.0
 _WAITS = (
     "the push is left to the next sync: the draft trainer, which knows the rollout servers, was "
@@ -118,6 +124,8 @@ class PolicyBridge(AbstractContextManager["PolicyBridge"]):
     """
 
     def __init__(self, model: nn.Module, config: BridgeConfig) -> None:
+        if FORKS_DISTURBED:
+            logger.warning(_FORKS)
         self._model = model
         self._config = config
         self._counters = Counters()

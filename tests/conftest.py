@@ -16,7 +16,8 @@ from xdist.scheduler import LoadFileScheduling
 # Nothing is ever fetched from a hub; one torch thread per process keeps two cores fair.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-
+# Before gRPC is imported: Ray forks its processes from ours.
+import slipstream  # noqa: F401
 from examples.local_services import ARITHMETIC as EXAMPLE
 from tests.rollout_server.live import Live
 
