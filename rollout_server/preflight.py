@@ -57,9 +57,9 @@ def check_metrics() -> None:
     Raises:
         RefusedError: naming the variable.
     """
-    variable = "PROMETHEUS_MULTIPROC_DIR"
-    if variable in os.environ:
-        raise RefusedError(variable, os.environ[variable], "not set", f"unset {variable}")
+    for variable in ("PROMETHEUS_MULTIPROC_DIR", "prometheus_multiproc_dir"):
+        if variable in os.environ:
+            raise RefusedError(variable, os.environ[variable], "not set", f"unset {variable}")
 
 
 def check_port_free(option: str, host: str, port: int) -> None:

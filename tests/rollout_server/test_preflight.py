@@ -158,12 +158,15 @@ def test_an_environment_at_a_path_with_a_space(
                 check_paths()
 
 
-def test_metrics_of_several_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["PROMETHEUS_MULTIPROC_DIR", "prometheus_multiproc_dir"])
+def test_metrics_of_several_processes(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """vLLM's ``/metrics`` would be without ours."""
-    monkeypatch.delenv("PROMETHEUS_MULTIPROC_DIR", raising=False)
+    monkeypatch.delenv(name, raising=False)
     check_metrics()
-    monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
-    with pytest.raises(RefusedError, match=r"PROMETHEUS_MULTIPROC_DIR: found .*expected not set"):
+    monkeypatch.setenv(name, str(tmp_path))
+    with pytest.raises(RefusedError, match=f"{name}: found .*expected not set"):
         check_metrics()
 
 
