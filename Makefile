@@ -25,6 +25,10 @@ BIN  := $(VENV)/bin
 TOOLS := $(VENV)-tools
 PIP  := $(BIN)/python -m pip --disable-pip-version-check --quiet install --no-deps
 
+# The services of the demo and of the tests are on this machine, where no proxy can reach them.
+comma := ,
+export no_proxy := $(addsuffix $(comma),$(or $(no_proxy),$(NO_PROXY)))127.0.0.1,localhost
+
 ifneq ($(words $(VENV)),1)
 $(error path: found a space in "$(VENV)", expected none in the cache folder's path. Next step: make XDG_CACHE_HOME=/a/path/without/spaces ..., or move the checkout to such a path)
 endif

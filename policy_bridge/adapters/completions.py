@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import httpx
 
 from slipstream.errors import RefusedError, clean
+from slipstream.security import is_loopback
 
 _IDLE_SECONDS = 2.0
 _VERSIONS = "x-slipstream-policy-versions"
@@ -81,7 +82,16 @@ class CompletionsClient:
             max_keepalive_connections=in_flight,
             keepalive_expiry=_IDLE_SECONDS,
         )
-        self._clients = [httpx.Client(base_url=u, timeout=seconds, limits=limits) for u in urls]
+        # A proxy that the environment names cannot reach this machine's own addresses.
+        self._clients = [
+            httpx.Client(
+                base_url=url,
+                timeout=seconds,
+                limits=limits,
+                trust_env=not is_loopback(httpx.URL(url).host),
+            )
+            for url in urls
+        ]
         self._in_flight = in_flight
 
     def __enter__(self) -> CompletionsClient:

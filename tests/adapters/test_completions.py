@@ -84,6 +84,16 @@ def test_after_a_failed_request_those_that_wait_are_not_sent(served: tuple[str, 
     assert len(received) == 1
 
 
+def test_this_machine_is_reached_without_the_proxy_of_the_environment(
+    served: tuple[str, Requests], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    with CompletionsClient([served[0]], "policy") as client:
+        assert len(client.generate([[1]], {"max_tokens": 3})) == 1
+
+
 def test_an_address_without_a_scheme_is_refused_with_what_to_write() -> None:
     with pytest.raises(RefusedError, match=r"write http://127\.0\.0\.1:8000"):
         CompletionsClient(["127.0.0.1:8000"], "policy")
