@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import shutil
@@ -12,7 +13,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
-from slipstream.errors import RefusedError
+from slipstream.errors import RefusedError, StatusCode
 
 SAFETENSORS_PART = r"\.tmp\w{6}"
 """Names that safetensors (0.8) gives files until they are whole, beside what it was asked for: a
@@ -97,13 +98,22 @@ def lock_file(path: Path) -> int:
     Raises:
         BlockingIOError: another descriptor holds it.
         OSError: it cannot be opened, or is a link.
+        RefusedError: the file system has no locks.
     """
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
     descriptor = os.open(path, flags, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BaseException:
+    except BaseException as error:
         os.close(descriptor)
+        if isinstance(error, OSError) and error.errno in (errno.ENOSYS, errno.ENOLCK):
+            raise RefusedError(
+                str(path),
+                f"a file system without locks ({error.strerror})",
+                "one with locks",
+                "name a folder on a local disk, or mount it with locks (Lustre: -o flock)",
+                StatusCode.FAILED_PRECONDITION,
+            ) from error
         raise
     return descriptor
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import os
 import random
 import time
 import uuid
@@ -126,6 +127,7 @@ class PolicyBridge(AbstractContextManager["PolicyBridge"]):
     def __init__(self, model: nn.Module, config: BridgeConfig) -> None:
         if FORKS_DISTURBED:
             logger.warning(_FORKS)
+        self._process = os.getpid()
         self._model = model
         self._config = config
         self._counters = Counters()
@@ -333,7 +335,9 @@ class PolicyBridge(AbstractContextManager["PolicyBridge"]):
         Raises:
             TimeoutError: the background thread did not end.
         """
-        if self._closed:
+        # A child that was forked from the training process has no threads of ours, and in it to
+        # close the channels blocks.
+        if self._closed or os.getpid() != self._process:
             return
         self._closed = True
         self._weights.close()

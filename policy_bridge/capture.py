@@ -221,6 +221,7 @@ class Capture:
                 if self.training:
                     step += "; a pass under no_grad is none in a window with training=True"
                 raise RefusedError("capture.ship", found, "a forward pass through lm_head", step)
+            self.modules.check_exact()
             if any(map(is_sharded, (*states.aux, states.final, states.logits))):
                 step = "leave lm_head and the norm before it out of the tensor-parallel plan"
                 raise RefusedError("model", "a DTensor in its pass", "whole states", step)

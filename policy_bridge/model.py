@@ -184,6 +184,7 @@ class PolicyModules:
         form: what the policy does to lm_head's output.
         shards: every parameter of a policy that is spread over ranks (FSDP2), as this rank
             holds it between steps; empty if it is not spread.
+        noise: modules, and the attribute that says how random they are in train mode.
     """
 
     root: nn.Module
@@ -197,6 +198,7 @@ class PolicyModules:
     final_norm: nn.Module | None
     form: LogitForm
     shards: tuple[torch.Tensor, ...]
+    noise: tuple[tuple[nn.Module, str], ...]
 
     @property
     def head_weight(self) -> torch.Tensor:
@@ -222,6 +224,15 @@ class PolicyModules:
     def vocab_size(self) -> int:
         """Rows of lm_head."""
         return self.head_shape[0]
+
+    def check_exact(self) -> None:
+        """Raise RefusedError if a pass that runs now draws a dropout or a router's jitter."""
+        for module, name in self.noise:
+            if module.training and (size := getattr(module, name)) > 0:
+                found = f"{name} {size} of {type(module).__name__}, in train mode"
+                expected = "passes of the policy that the rollout servers sample from"
+                step = "set it to 0 (TRL: disable_dropout=True; PEFT: lora_dropout=0)"
+                raise RefusedError("model", found, expected, step)
 
     def check_unsharded(self) -> None:
         """Raise RefusedError unless lm_head and the embeddings are whole, as they were found."""
@@ -327,7 +338,8 @@ class WeightWatch:
         self._ids: frozenset[int] = frozenset()
         self._steps = 0
         # Before a step: counted after it, another thread could have read new weights by then.
-        self._hook = register_optimizer_step_pre_hook(self._count)
+        # Not traced: a compiled step would be compiled again whenever the count has changed.
+        self._hook = register_optimizer_step_pre_hook(torch.compiler.disable(self._count))
 
     def synced(self, weights: Sequence[torch.Tensor]) -> None:
         """These, ``PolicyModules.weights``, are the weights of a version."""
@@ -397,7 +409,18 @@ def find_modules(
         final_norm=norm,
         form=form_of(inside[-1], logit_scale, logit_soft_cap),
         shards=tuple(model.parameters()) if sharded else (),
+        noise=tuple(_noise(inside[-1])),
     )
+
+
+def _noise(policy: nn.Module) -> Iterator[tuple[nn.Module, str]]:
+    for module in policy.modules():
+        if isinstance(module, nn.modules.dropout._DropoutNd):
+            yield module, "p"
+        for name, value in vars(module).items():
+            # What modules pass to functions, by the names that transformers gives it.
+            if name.endswith(("dropout", "pdrop", "jitter_noise")) and isinstance(value, float):
+                yield module, name
 
 
 def _layers(inside: list[nn.Module], path: str) -> tuple[nn.Module, str]:

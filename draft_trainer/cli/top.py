@@ -300,7 +300,7 @@ def _fleet(status: pb.TrainerStatus, most: int) -> RenderableType:
     servers = sorted(status.servers, key=lambda s: (_state_of(s)[1] == "green", s.address))
     for server in servers[:most]:
         address, *cells, why = map(str, _server_cells(server))
-        table.add_row(address, Text(*_state_of(server)), *cells, Text(why[:120], "red"))
+        table.add_row(Text(address), Text(*_state_of(server)), *cells, Text(why[:120], "red"))
     if len(servers) > most:
         return Group(
             table,

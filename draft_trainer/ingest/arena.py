@@ -29,7 +29,7 @@ class Arena:
     """Extents of one mapped file, the best fit first. Not thread-safe: the store holds the lock.
 
     The page cache keeps the content over kill -9. All blocks of the file are allocated at once, so
-    that a full file system is an error here and never a SIGBUS later.
+    that a full file system is an error here and no SIGBUS later, unless it copies on write.
 
     A view pins its extent: a released extent is reused only when the last array or tensor that
     shares its memory is garbage-collected, on whatever thread that happens.

@@ -120,7 +120,9 @@ class SampleFolder:
             raise self._refused("the samples of another registry", self._advice)
         if known["boot"] != owner["boot"]:
             logger.warning(
-                "%s is from before this machine's last boot: its samples are removed", self.path
+                "%s is of another machine, or from before this one's last boot: its samples are "
+                "removed",
+                self.path,
             )
             self._clear()
             self._mark(owner)

@@ -13,7 +13,6 @@ from typing import Any, Protocol
 import httpx
 
 from slipstream.errors import RefusedError, clean
-from slipstream.security import is_loopback
 
 _IDLE_SECONDS = 2.0
 _VERSIONS = "x-slipstream-policy-versions"
@@ -82,15 +81,11 @@ class CompletionsClient:
             max_keepalive_connections=in_flight,
             keepalive_expiry=_IDLE_SECONDS,
         )
-        # A proxy that the environment names cannot reach this machine's own addresses.
+        # With a transport of its own a client uses no proxy. Those that the environment names do
+        # not reach a cluster's servers, and httpx does not read networks (10.0.0.0/8) in no_proxy.
         self._clients = [
-            httpx.Client(
-                base_url=url,
-                timeout=seconds,
-                limits=limits,
-                trust_env=not is_loopback(httpx.URL(url).host),
-            )
-            for url in urls
+            httpx.Client(base_url=u, timeout=seconds, transport=httpx.HTTPTransport(limits=limits))
+            for u in urls
         ]
         self._in_flight = in_flight
 

@@ -37,8 +37,9 @@ OPTIONS: tuple[tuple[str, int], ...] = (
     # gRPC waits a minute for a ping without this, whatever the timeout above says.
     ("grpc.http2.ping_timeout_ms", 10_000),
     ("grpc.http2.max_pings_without_data", 0),
-    # A restarted peer is found again within about two seconds.
+    # A restarted peer is found again within about two seconds, at another address too.
     ("grpc.max_reconnect_backoff_ms", 2_000),
+    ("grpc.dns_min_time_between_resolutions_ms", 1_000),
 )
 
 
@@ -58,6 +59,12 @@ def join_address(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
 
 
+def direct(address: str) -> tuple[tuple[str, int], ...]:
+    """Channel options: a proxy that the environment names cannot reach this machine's addresses."""
+    local = address.startswith(("127.", "localhost:", "[::1]:"))
+    return (("grpc.enable_http_proxy", 0),) if local else ()
+
+
 def open_channel(
     address: str, *, credentials: ClientCredentials = NONE, own_connection: bool = False
 ) -> grpc.Channel:
@@ -68,10 +75,7 @@ def open_channel(
             without TLS.
     """
     own = (("grpc.use_local_subchannel_pool", 1),) if own_connection else ()
-    # A proxy that the environment names cannot reach this machine's own addresses.
-    local = address.startswith(("127.", "localhost:", "[::1]:"))
-    direct = (("grpc.enable_http_proxy", 0),) if local else ()
-    options: tuple[tuple[str, int | str], ...] = (*OPTIONS, *own, *direct)
+    options: tuple[tuple[str, int | str], ...] = (*OPTIONS, *own, *direct(address))
     credentials.check_address(address, "address")
     if credentials.server_name:
         options = (*options, ("grpc.ssl_target_name_override", credentials.server_name))

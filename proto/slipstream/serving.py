@@ -32,7 +32,7 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from slipstream.client import MAX_MESSAGE_BYTES, OPTIONS, join_address
+from slipstream.client import MAX_MESSAGE_BYTES, OPTIONS, direct, join_address
 from slipstream.errors import RefusedError, StatusCode, clean
 from slipstream.guard import Guard
 from slipstream.security import Access
@@ -75,13 +75,14 @@ def server_options(max_message_bytes: int, keepalive_s: float) -> tuple[tuple[st
 
     A client that is gone without a word is noticed after one and a half such pauses.
     """
-    return (
-        *SERVER_OPTIONS,
-        ("grpc.max_receive_message_length", max_message_bytes),
-        ("grpc.keepalive_time_ms", round(1000 * keepalive_s)),
-        ("grpc.keepalive_timeout_ms", round(500 * keepalive_s)),
-        ("grpc.http2.ping_timeout_ms", round(500 * keepalive_s)),
-    )
+    others = {
+        "grpc.max_receive_message_length": max_message_bytes,
+        "grpc.keepalive_time_ms": round(1000 * keepalive_s),
+        "grpc.keepalive_timeout_ms": round(500 * keepalive_s),
+        "grpc.http2.ping_timeout_ms": round(500 * keepalive_s),
+    }
+    # Each once: of an option that is given twice gRPC takes the first.
+    return tuple({**dict(SERVER_OPTIONS), **others}.items())
 
 
 class Workers:
@@ -315,9 +316,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         pem = [p.read_bytes() if p else None for p in (args.ca, args.key, args.certificate)]
     except OSError as error:
         parser.error(str(error))
-    tls = grpc.ssl_channel_credentials(*pem)
+    tls, options = grpc.ssl_channel_credentials(*pem), direct(args.address)
     with (
-        grpc.secure_channel(args.address, tls) if args.ca else grpc.insecure_channel(args.address)
+        grpc.secure_channel(args.address, tls, options)
+        if args.ca
+        else grpc.insecure_channel(args.address, options)
     ) as channel:
         try:
             if serving(channel, args.service):

@@ -84,12 +84,13 @@ def test_after_a_failed_request_those_that_wait_are_not_sent(served: tuple[str, 
     assert len(received) == 1
 
 
-def test_this_machine_is_reached_without_the_proxy_of_the_environment(
-    served: tuple[str, Requests], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("no_proxy", ["", "127.0.0.0/8", "fd00::/8"])
+def test_servers_are_reached_without_the_proxy_of_the_environment(
+    no_proxy: str, served: tuple[str, Requests], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
-    for name in ("no_proxy", "NO_PROXY"):
-        monkeypatch.delenv(name, raising=False)
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    monkeypatch.setenv("no_proxy", no_proxy)
     with CompletionsClient([served[0]], "policy") as client:
         assert len(client.generate([[1]], {"max_tokens": 3})) == 1
 

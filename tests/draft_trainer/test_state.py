@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 import resource
 import signal
@@ -290,6 +292,26 @@ def test_damage_is_refused_by_name_with_the_next_step(tmp_path: Path, damage) ->
     assert caught.value.field == str(tmp_path / STATE_FILE)
     assert caught.value.code is StatusCode.DATA_LOSS
     assert "releases promote N --registry" in caught.value.next_step
+
+
+def test_an_old_sqlite_can_read_the_tables(tmp_path: Path) -> None:
+    """RHEL 9 has 3.34, which knows no STRICT."""
+    state = State(tmp_path)
+    tables = state.query("SELECT sql FROM sqlite_schema WHERE sql IS NOT NULL")
+    state.close()
+    assert len(tables) == 5 and not [sql for (sql,) in tables if "STRICT" in sql]
+
+
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK])
+def test_a_file_system_without_locks_is_refused(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def flock(descriptor: int, operation: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with pytest.raises(RefusedError, match="without locks .*-o flock"):
+        State(tmp_path)
 
 
 def test_what_an_older_trainer_wrote_is_read(tmp_path: Path) -> None:

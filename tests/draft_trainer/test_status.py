@@ -261,10 +261,12 @@ def test_a_terminal_shows_what_is_served_and_what_it_gains() -> None:
     )
     now.last_verdict.outcome, now.last_verdict.reason = "failed", "gains 0.01, and needs 0.05"
     now.training_paused, now.training_decision = True, "training does not pay: it saves 1 s"
+    now.servers.add(address="[fd00::1]:50061")
     console = Console(width=160, highlight=False)
     with console.capture() as taken:
         console.print(picture(Seen("a:1", now)))
     text = taken.get()
+    assert "[fd00::1]:50061" in text
     assert "serves draft 3   promoted release 4, not served yet   newest 5" in text
     assert "now, 1.52x of generation without speculation" in text
     assert "gains 0.01, and needs 0.05" in text

@@ -85,6 +85,22 @@ def test_steps_of_another_models_optimizer_do_not_count(
     assert len(trainer.samples) == 2
 
 
+def test_a_compiled_optimizer_is_not_compiled_again_at_every_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch._dynamo.config, "fail_on_recompile_limit_hit", True)
+    layers = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
+    optimizer = torch.optim.AdamW(layers.parameters())
+    step = torch.compile(optimizer.step, backend="eager")
+    watch = WeightWatch()
+    for _ in range(torch._dynamo.config.recompile_limit + 4):
+        layers(torch.ones(2, 8)).sum().backward()
+        watch.synced([*layers.parameters()])
+        step()
+        assert watch.moved()
+    watch.close()
+
+
 def test_layers_compiled_with_cuda_graphs_later_turn_capture_off(connect: Connect) -> None:
     model = make_model()
     bridge = connect(model=model, version=1)

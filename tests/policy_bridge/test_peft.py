@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import peft
 import pytest
 import torch
@@ -12,7 +14,8 @@ from slipstream.errors import RefusedError
 from tests.tiny import tiny_qwen3
 
 from .conftest import batch
-from .test_models import Windows, assert_same_bits, check_states, gradients
+from .test_models import check_states
+from .windows import Windows, assert_same_bits, gradients, gradients_in, logits_of
 
 
 def adapted(**settings: object) -> torch.nn.Module:
@@ -24,8 +27,8 @@ def adapted(**settings: object) -> torch.nn.Module:
 
 @pytest.mark.parametrize(
     ("settings", "trained"),
-    [({}, 2), ({"use_dora": True}, 3), ({"lora_dropout": 0.5}, 2)],
-    ids=["lora", "dora", "dropout"],
+    [({}, 2), ({"use_dora": True}, 3)],
+    ids=["lora", "dora"],
 )
 def test_capture_changes_no_bit_and_sees_what_the_adapted_policy_computes(
     settings: dict[str, object], trained: int
@@ -38,11 +41,38 @@ def test_capture_changes_no_bit_and_sees_what_the_adapted_policy_computes(
     torch.manual_seed(1)
     assert_same_bits(plain, gradients(model, data, windows))
     assert len(plain) == trained * 2 * 3  # Of the adapters alone: of two matrices in three layers.
-    if "lora_dropout" not in settings:  # whose masks another forward pass draws anew
-        check_states(windows, model.base_model.model, data)
+    check_states(windows, model.base_model.model, data)
     stamp = stamp_of(windows.modules.weights())
     torch.optim.SGD([p for p in model.parameters() if p.requires_grad], 0.1).step()
     assert stamp_of(windows.modules.weights()) != stamp
+
+
+def lora_dropout() -> torch.nn.Module:
+    return adapted(target_modules=["q_proj", "down_proj"], lora_dropout=0.5)
+
+
+def attention_dropout() -> torch.nn.Module:
+    return tiny_qwen3(attention_dropout=0.5)
+
+
+@pytest.mark.parametrize("make", [lora_dropout, attention_dropout])
+def test_a_pass_with_dropout_is_refused_and_its_gradients_are_its_own(
+    make: Callable[[], torch.nn.Module],
+) -> None:
+    """Its states are not those of the policy that the rollout servers sample from."""
+    data, model = batch((9, 5, 12)), make()
+    torch.manual_seed(1)
+    plain = gradients(model, data, None)
+    windows, refused = Windows(model), []
+    torch.manual_seed(1)
+    assert_same_bits(plain, gradients_in(windows.open(refuse=refused.append), model, data))
+    assert [(one.field, "0.5 of" in one.found) for one in refused] == [("model", True)]
+    assert not windows.samples
+    model.eval()
+    with torch.no_grad(), windows.open() as capture:
+        logits_of(model, data)
+        capture.ship(**data)
+    assert len(windows.samples) == 3
 
 
 @pytest.mark.parametrize("part", ["lm_head", "embed_tokens"])

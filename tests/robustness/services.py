@@ -20,7 +20,7 @@ metrics_port = 0
 max_streams = {streams}
 message_timeout_s = {seconds}
 calls_per_s = 1e6
-keepalive_s = 2.0
+keepalive_s = 6.0
 stream_idle_s = {idle}
 [draft]
 initial = "{draft}"
