@@ -12,6 +12,7 @@ import pytest
 from policy_bridge import BridgeConfig, PolicyBridge, bridge
 from tests.draft_trainer.rig import make_config, running
 from tests.policy_bridge.conftest import make_model
+from tests.policy_bridge.doubles import FakeTrainer
 
 SENDING = """
 import subprocess, sys
@@ -27,6 +28,27 @@ with sending(sys.argv[1]) as sender:
             assert ended.returncode == 0, ended
     sender.flush()
     print(sender.stats().accepted)
+"""
+
+
+FORKING = """
+import os, signal, sys
+from policy_bridge import BridgeConfig, PolicyBridge
+from tests.policy_bridge.conftest import batch, deliver, make_model, sync
+
+model = make_model()
+config = BridgeConfig(trainer=sys.argv[1], run_id="run", strict=True)
+with PolicyBridge(model, config) as bridge:
+    assert bridge.wait_connected(60)
+    sync(bridge, 1)
+    deliver(bridge, model, batch((9,)))
+    child = os.fork()
+    if not child:
+        signal.alarm(60)
+        sys.exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    deliver(bridge, model, batch((9,), seed=2))
+    print(bridge.stats().accepted, bridge.stats().connects)
 """
 
 
@@ -52,6 +74,16 @@ def test_a_training_process_may_fork_while_its_bridge_sends(tmp_path: Path) -> N
         ended = python(SENDING, server.address)
     assert ended.returncode == 0, ended.stderr[-2000:]
     assert int(ended.stdout) == 10_000
+
+
+def test_a_forked_child_that_leaves_the_bridge_ends_and_its_parent_goes_on() -> None:
+    server = FakeTrainer().serve()
+    try:
+        ended = python(FORKING, server.address)
+    finally:
+        server.kill()
+    assert ended.returncode == 0, ended.stderr[-2000:]
+    assert ended.stdout == "2 1\n"
 
 
 @pytest.mark.parametrize(

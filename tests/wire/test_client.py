@@ -34,13 +34,41 @@ def test_a_call_on_a_closed_channel_is_an_error_and_no_crash(tmp_path: Path) -> 
             call()
 
 
-def test_this_machine_is_reached_without_the_proxy_of_the_environment(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_every_option_of_a_server_is_given_once() -> None:
+    """Of one that is given twice gRPC takes the first."""
+    given = serving.server_options(5, 4.0)
+    assert len(given) == len(dict(given))
+    found = dict(given)
+    assert found["grpc.max_receive_message_length"] == 5
+    assert found["grpc.keepalive_time_ms"] == 4000
+    assert found["grpc.keepalive_timeout_ms"] == found["grpc.http2.ping_timeout_ms"] == 2000
+
+
+@pytest.fixture
+def proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The environment names one that does not answer."""
     for name in ("http_proxy", "https_proxy", "grpc_proxy"):
         monkeypatch.setenv(name, "http://127.0.0.1:9")
     for name in ("no_proxy", "no_grpc_proxy", "NO_PROXY"):
         monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.usefixtures("proxy")
+def test_health_of_this_machine_is_asked_without_the_proxy_of_the_environment(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    server = grpc.server(ThreadPoolExecutor(1))
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    try:
+        assert serving.main([f"127.0.0.1:{port}"]) == 1
+    finally:
+        server.stop(None)
+    assert "UNIMPLEMENTED" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("proxy")
+def test_this_machine_is_reached_without_the_proxy_of_the_environment() -> None:
     server = grpc.server(ThreadPoolExecutor(1))
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
