@@ -310,7 +310,7 @@ def test_a_file_system_without_locks_is_refused(
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(fcntl, "flock", flock)
-    with pytest.raises(RefusedError, match="without locks .*-o flock"):
+    with pytest.raises(RefusedError, match=r"without locks .*-o flock"):
         State(tmp_path)
 
 
