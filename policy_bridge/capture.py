@@ -439,7 +439,8 @@ class Capture:
     def _copy_and_offer(self, chosen: list[Chosen]) -> None:
         for group in self._groups(chosen):
             nbytes = [one.layout.nbytes for one in group]
-            memory = torch.empty(sum(nbytes), dtype=torch.uint8, pin_memory=self.copier.pinned)
+            pinned = self.copier.pinned
+            memory = torch.empty(sum(nbytes), dtype=torch.uint8, device="cpu", pin_memory=pinned)
             filled = []
             for one, block in zip(group, memory.split(nbytes), strict=True):
                 facts = (self.next_id(), self.policy_version, self.temperature)

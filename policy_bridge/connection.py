@@ -74,6 +74,8 @@ class Connection:
     ) -> None:
         self._channel = channel
         self._stub = pb_grpc.DraftTrainerStub(channel)
+        # Not the module's own numbers, which a loop may have seeded.
+        self._random = random.Random()
         self._stop = threading.Event()
         self._announcer = Announcer(channel, self._stop)
         self._modules = modules
@@ -133,7 +135,7 @@ class Connection:
                         raise
                 self._set_connected(False)
                 # Jitter, so that many bridges do not connect in step.
-                self._stop.wait(pause * random.uniform(0.5, 1.0))
+                self._stop.wait(pause * self._random.uniform(0.5, 1.0))
                 pause = min(2 * pause, self._config.max_backoff_seconds)
         finally:
             self.died = not self._stop.is_set()
@@ -348,7 +350,7 @@ class Connection:
             )
             if later:
                 # Jitter, so that many ranks do not ask in step.
-                self._stop.wait(_TICK * random.uniform(0.5, 1.5))
+                self._stop.wait(_TICK * self._random.uniform(0.5, 1.5))
                 return True
             # A trainer that restarted does not know the session: a new run mends that.
             if refusal is None or field.endswith("session_id") or field.startswith("server."):

@@ -11,6 +11,8 @@ outbox's file, once. Allocators keep that memory, so it is not mapped or locked 
 
 from __future__ import annotations
 
+import atexit
+import os
 import threading
 import time
 from collections import deque
@@ -129,6 +131,8 @@ class Copier:
                     target=self._run, name="slipstream-copies", daemon=True
                 )
                 self._thread.start()
+                # A thread that is inside torch while the interpreter ends aborts the process.
+                atexit.register(self._close_at_exit, os.getpid())
             self._jobs.append((job, nbytes))
             self._bytes += nbytes
             self._changed.notify_all()
@@ -151,6 +155,12 @@ class Copier:
             self._changed.notify_all()
         if self._thread is not None:
             self._thread.join(_JOIN_SECONDS)
+        atexit.unregister(self._close_at_exit)
+
+    def _close_at_exit(self, process: int) -> None:
+        # Not in a forked child, where another thread may have held the lock.
+        if os.getpid() == process:
+            self.close()
 
     def _run(self) -> None:
         try:

@@ -394,7 +394,12 @@ def whole_logits(
     """From final states [N, H] to the policy's logits, float32 [N, V], by products in ``dtype``."""
     weight = modules.head_weight.to(dtype)
     bias = None if modules.head_bias is None else modules.head_bias.to(dtype)
-    return lambda final: modules.form.apply(F.linear(final.to(dtype), weight, bias)).float()
+
+    def logits(final: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(final.device.type, enabled=False):
+            return modules.form.apply(F.linear(final.to(dtype), weight, bias)).float()
+
+    return logits
 
 
 def picked_logits(logits: torch.Tensor, token_ids: torch.Tensor, form: LogitForm) -> torch.Tensor:

@@ -98,7 +98,7 @@ def decode_session(response: pb.OpenRunResponse, policy: PolicyModules) -> Sessi
     return Session(
         session_id=response.session_id,
         aux_layers=layers,
-        draft_vocab_ids=torch.tensor(ids),
+        draft_vocab_ids=torch.tensor(ids, device="cpu"),
         max_tokens=response.max_tokens_per_sample,
         latest_policy_version=response.latest_policy_version if known else None,
         rollout_servers=tuple(response.rollout_servers),
@@ -437,7 +437,9 @@ class PolicyMatrices:
                 del self._slots[number]
                 break
         else:
-            memory = torch.empty(shape, dtype=dtype, pin_memory=pinned)
+            # To be written to again by a sync outside of inference mode.
+            with torch.inference_mode(False):
+                memory = torch.empty(shape, dtype=dtype, device="cpu", pin_memory=pinned)
         rows = memory.view_as(memory)
         self._slots.append((weakref.ref(rows), memory))
         return rows

@@ -19,6 +19,8 @@ from contextlib import suppress
 GRACE_SECONDS = 3.0
 """That the command has to end once its owner is gone."""
 
+_POLL_MS = 200
+
 
 class OwnedProcess:
     """A command under its supervisor, in a session and process group of their own.
@@ -72,12 +74,13 @@ def supervise(argv: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, lambda number, frame: child.terminate())
     if asked:
         child.terminate()
-    ended = os.pidfd_open(child.pid)
-    waiting = select.poll()
-    waiting.register(ended, select.POLLIN)
+    owner = select.poll()
     # Nothing is ever written there: readable means closed.
-    waiting.register(sys.stdin.fileno(), select.POLLIN | select.POLLHUP)
-    if ended not in dict(waiting.poll()):
+    owner.register(sys.stdin.fileno(), select.POLLIN | select.POLLHUP)
+    # Not by a pidfd: uv's Pythons have none before July 2026.
+    while child.poll() is None and not owner.poll(_POLL_MS):
+        pass
+    if child.returncode is None:
         child.terminate()
         with suppress(subprocess.TimeoutExpired):
             child.wait(GRACE_SECONDS)

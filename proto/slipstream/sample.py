@@ -166,7 +166,7 @@ class Sample:
         tokens, hidden_size = final_hidden.shape
         layout = layout_of(tokens, len(aux_layers), hidden_size, dtype or final_hidden.dtype)
         header = header_of(sample_id, policy_version, temperature, aux_layers, layout)
-        sample = cls(header, torch.zeros(layout.nbytes, dtype=torch.uint8))
+        sample = cls(header, torch.zeros(layout.nbytes, dtype=torch.uint8, device="cpu"))
         given = {
             "token_ids": token_ids,
             "positions": positions,

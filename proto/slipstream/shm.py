@@ -18,6 +18,7 @@ import re
 import secrets
 import stat
 import struct
+import tempfile
 from bisect import bisect_left, insort
 from collections.abc import Callable
 from pathlib import Path
@@ -90,7 +91,12 @@ class SharedFile:
     @classmethod
     def anonymous(cls, nbytes: int) -> SharedFile:
         """Memory without a name, for samples that go inline."""
-        descriptor = os.memfd_create("slipstream-samples", os.MFD_CLOEXEC)
+        if hasattr(os, "memfd_create"):
+            descriptor = os.memfd_create("slipstream-samples", os.MFD_CLOEXEC)
+        else:
+            # uv's Pythons have none before July 2026: https://github.com/astral-sh/uv/issues/15081
+            with tempfile.TemporaryFile(dir="/dev/shm") as file:
+                descriptor = os.dup(file.fileno())
         return cls(descriptor, None, nbytes, b"")
 
     @classmethod

@@ -77,7 +77,7 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
 def from_bytes(data: bytearray, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
     """A tensor over ``data`` (no copy); ``len(data)`` must already be right."""
     if not data:
-        return torch.empty(shape, dtype=dtype)
+        return torch.empty(shape, dtype=dtype, device="cpu")
     return torch.frombuffer(data, dtype=torch.uint8).view(dtype).reshape(shape)
 
 

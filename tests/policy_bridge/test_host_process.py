@@ -1,0 +1,101 @@
+"""What a bridge leaves alone in the training process that it is in."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+
+import pytest
+import torch
+
+from policy_bridge.config import ModulePaths
+from policy_bridge.extraction import whole_logits
+from policy_bridge.model import find_modules
+from slipstream.shm import SharedFile
+
+from .conftest import Connect, batch, deliver, make_model, sync
+from .doubles import DEADLINE, FakeTrainer
+
+FAILING = """
+import sys
+from policy_bridge import BridgeConfig, PolicyBridge
+from tests.policy_bridge.conftest import batch, make_model, ship, sync
+
+model = make_model()
+bridge = PolicyBridge(model, BridgeConfig(trainer=sys.argv[1], run_id="run"))
+assert bridge.wait_connected(60)
+sync(bridge, int(sys.argv[2]))
+for seed in range(3):
+    ship(bridge, model, batch((40,) * 20, seed=seed))
+raise SystemExit(3)
+"""
+
+
+def test_a_loop_that_fails_beside_a_capture_ends_by_its_own_error() -> None:
+    """And not by SIGABRT, of a thread that is inside torch while the interpreter ends."""
+    with FakeTrainer().serve() as server:
+        for version in (1, 2, 3):
+            command = [sys.executable, "-c", FAILING, server.address, str(version)]
+            ended = subprocess.run(command, capture_output=True, text=True, timeout=240)
+            assert ended.returncode == 3, ended.stderr[-2000:]
+
+
+def test_random_numbers_of_the_loop_are_its_own(connect: Connect) -> None:
+    random.seed(5)
+    before = random.getstate(), torch.get_rng_state()
+    absent = connect("127.0.0.1:1", wait=False)
+    absent.wait_connected(1.0)
+    present = connect(version=1)
+    deliver(present, make_model(), batch((9,)))
+    absent.close()
+    assert random.getstate() == before[0] and torch.equal(torch.get_rng_state(), before[1])
+
+
+def test_a_python_without_memfd_create_sends_inline(
+    trainer: FakeTrainer, connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As uv's."""
+    monkeypatch.delattr(os, "memfd_create")
+    model = make_model()
+    bridge = connect(model=model, version=1, transport="grpc", strict=True)
+    deliver(bridge, model, batch((9,)))
+    assert len(trainer.samples) == 1
+    memory = SharedFile.anonymous(1 << 16)
+    memory.close()
+
+
+Around = Callable[[], AbstractContextManager[object]]
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (lambda: torch.device("meta"), lambda: torch.device("meta")),
+        (torch.inference_mode, nullcontext),
+        (nullcontext, torch.inference_mode),
+    ],
+    ids=["default-device", "inference-then-not", "not-then-inference"],
+)
+def test_modes_of_torch_around_a_sync_do_not_matter(
+    first: Around, second: Around, trainer: FakeTrainer, connect: Connect
+) -> None:
+    model = make_model()
+    bridge = connect(model=model, strict=True)
+    for version, around in enumerate((first, second, first, second), 1):
+        with around():
+            sync(bridge, version)
+        deliver(bridge, model, batch((9,), seed=version))
+        assert bridge.flush(DEADLINE)
+    assert sorted(s.header.policy_version for s in trainer.samples.values()) == [1, 2, 3, 4]
+
+
+def test_logits_are_computed_in_the_pass_s_type_under_autocast() -> None:
+    modules = find_modules(make_model(), ModulePaths())
+    states = torch.randn(3, modules.hidden_size)
+    plain = whole_logits(modules, torch.float32)(states)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(whole_logits(modules, torch.float32)(states), plain)
