@@ -28,21 +28,32 @@ Look = Callable[[tuple[Any, ...], Mapping[str, Any], Any], None]
 """Told a call's positional and named arguments, and its result (None before the call)."""
 
 
+class _Hook:
+    """torch's call of ``look``. In a copy of the module, pickled or not, it does nothing."""
+
+    def __init__(self, look: Look | None, after: bool) -> None:
+        self._look, self._after = look, after
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], *rest: Any) -> None:
+        if self._look is None:
+            return
+        if self._after:
+            # torch leaves the named arguments out where another hook of this call removed this one.
+            self._look(args, rest[0] if len(rest) > 1 else {}, rest[-1])
+        else:
+            self._look(args, rest[0], None)
+
+    def __reduce__(self) -> tuple[type[_Hook], tuple[None, bool]]:
+        return _Hook, (None, self._after)
+
+
 def watch(module: nn.Module, look: Look, *, after: bool = False) -> Callable[[], None]:
     """Have ``look`` called before (or after) each call of ``module``; returns what ends it."""
     compiled = module._compiled_call_impl
     if compiled is None:
         if after:
-            # torch leaves the named arguments out where another hook of this call removed this one.
-            hook = module.register_forward_hook(
-                lambda _, args, *rest: look(args, rest[0] if len(rest) > 1 else {}, rest[-1]),
-                with_kwargs=True,
-            )
-        else:
-            hook = module.register_forward_pre_hook(
-                lambda _, args, kwargs: look(args, kwargs, None), with_kwargs=True
-            )
-        return hook.remove
+            return module.register_forward_hook(_Hook(look, after), with_kwargs=True).remove
+        return module.register_forward_pre_hook(_Hook(look, after), with_kwargs=True).remove
 
     def call(*args: Any, **kwargs: Any) -> Any:
         if not after:

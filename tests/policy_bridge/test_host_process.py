@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import os
+import pickle
 import random
 import subprocess
 import sys
@@ -19,6 +21,7 @@ from slipstream.shm import SharedFile
 
 from .conftest import Connect, batch, deliver, make_model, sync
 from .doubles import DEADLINE, FakeTrainer
+from .windows import Windows, logits_of
 
 FAILING = """
 import sys
@@ -91,6 +94,29 @@ def test_modes_of_torch_around_a_sync_do_not_matter(
         deliver(bridge, model, batch((9,), seed=version))
         assert bridge.flush(DEADLINE)
     assert sorted(s.header.policy_version for s in trainer.samples.values()) == [1, 2, 3, 4]
+
+
+def pickled(model: torch.nn.Module) -> torch.nn.Module:
+    return pickle.loads(pickle.dumps(model))  # noqa: S301
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, pickled])
+def test_a_copy_of_the_policy_that_is_made_inside_a_window_is_another_model(
+    copied: Callable[[torch.nn.Module], torch.nn.Module],
+) -> None:
+    """Its passes are not the policy's."""
+    data, model = batch((9, 5)), make_model()
+    windows = Windows(model)
+    with torch.no_grad(), windows.open() as capture:
+        other = copied(model)
+        other.requires_grad_(False).model.embed_tokens.weight.add_(0.1)
+        logits_of(model, data)
+        logits_of(other, data)
+        capture.ship(**data)
+    expected = model.model(data["input_ids"], attention_mask=data["attention_mask"])[0]
+    for row, length in enumerate((9, 5)):
+        found = windows.of_row(data, row).final_hidden
+        torch.testing.assert_close(found, expected[row, :length])
 
 
 def test_logits_are_computed_in_the_pass_s_type_under_autocast() -> None:
