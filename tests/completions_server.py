@@ -11,9 +11,11 @@ from typing import Any
 
 
 class Completions(BaseHTTPRequestHandler):
-    """Answers each request with what ``answer`` says, and the headers in ``extra``."""
+    """Answers each request with what ``answer`` says, or 400 and ``refusal``, and with ``extra``'s
+    headers."""
 
     extra: Mapping[str, str] = {}
+    refusal: bytes = b""
 
     def answer(self, body: dict[str, Any]) -> tuple[int, list[dict[str, Any]]]:
         """Status and choices for a request."""
@@ -24,6 +26,8 @@ class Completions(BaseHTTPRequestHandler):
             json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         )
         data = json.dumps({"choices": choices}).encode()
+        if self.refusal:
+            status, data = 400, self.refusal
         self.send_response(status)
         self.send_header("Content-Length", str(len(data)))
         for name, value in self.extra.items():

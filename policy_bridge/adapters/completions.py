@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -115,8 +116,9 @@ class CompletionsClient:
             sampling: fields of the request, for example ``max_tokens`` and ``temperature``.
 
         Raises:
-            httpx.HTTPError: a server did not answer, or answered with an error.
-            RefusedError: an answer without token ids or log-probabilities.
+            httpx.HTTPError: a server did not answer, or answered with another error than 400.
+            RefusedError: a server refuses the request, or its answer has no token ids or
+                log-probabilities.
         """
         groups = [(key, len(list(same))) for key, same in groupby(map(tuple, prompts))]
         failures: list[httpx.HTTPError | RefusedError] = []
@@ -157,6 +159,8 @@ class CompletionsClient:
             "return_token_ids": True,
         }
         answer = client.post("/v1/completions", json=body, headers={_VERSIONS: "1"})
+        if answer.status_code == httpx.codes.BAD_REQUEST:
+            raise _refusal(answer, sampling)
         answer.raise_for_status()
         found = answer.json()["choices"]
         choices = [
@@ -166,6 +170,21 @@ class CompletionsClient:
         if len(choices) != samples:
             raise RefusedError("choices", len(choices), samples, "see the server's log")
         return choices
+
+
+def _refusal(answer: httpx.Response, sampling: Mapping[str, Any]) -> RefusedError:
+    """What a server refuses, in its own words, and the sampling parameters that these name."""
+    try:
+        words = str(answer.json()["error"]["message"])
+    except (ValueError, TypeError, KeyError):
+        words = answer.text
+    given = [name for name, value in sampling.items() if value]
+    named = [name for name in given if re.search(rf"\b{re.escape(name)}\b", words)]
+    next_step = f"leave {' and '.join(named)} out" if named else "change what the server names"
+    if "speculative" in words:
+        next_step += ", or generate with a server without drafts (--draft-kind none)"
+    field, found = f"sampling: {', '.join(named or given)}", f"HTTP 400 ({clean(words)})"
+    return RefusedError(field, found, "parameters that the server takes", next_step)
 
 
 def _spans(headers: httpx.Headers, samples: int) -> list[tuple[tuple[int, int | None], ...]]:

@@ -69,6 +69,8 @@ class TrlRollouts:
         Raises:
             PolicySyncError: a rollout server did not take the policy.
             httpx.HTTPError: a rollout server did not answer.
+            RefusedError: it takes no request with these sampling parameters. With drafts, vLLM
+                takes no ``min_p``: https://github.com/vllm-project/vllm/issues/42744
         """
         self._end_window()
         self._sync(trainer)

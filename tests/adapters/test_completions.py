@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -71,6 +72,39 @@ def test_a_failed_request_and_no_server_are_errors(served: tuple[str, Requests])
         client.generate([[93, 2]], {})
     with pytest.raises(RefusedError):
         CompletionsClient([], "policy")
+
+
+NOT_WITH_DRAFTS = (
+    "The min_p and logit_bias sampling parameters are not yet supported with speculative decoding."
+)
+
+
+def refused(refusal: bytes, sampling: dict[str, Any]) -> str:
+    """What the client says where the server answers 400 with this."""
+    handler = type("Handler", (Answers,), {"received": [], "refusal": refusal})
+    with (
+        serving(handler) as port,
+        CompletionsClient([f"http://127.0.0.1:{port}"], "policy") as client,
+        pytest.raises(RefusedError) as caught,
+    ):
+        client.generate([[1, 2]], sampling)
+    return str(caught.value)
+
+
+def test_a_refused_request_names_the_parameter_and_has_the_servers_words() -> None:
+    error = {"error": {"message": NOT_WITH_DRAFTS, "type": "BadRequestError", "code": 400}}
+    said = refused(json.dumps(error).encode(), {"top_p": 0.9, "min_p": 0.02, "logit_bias": None})
+    assert said.startswith(f"sampling: min_p: found HTTP 400 ({NOT_WITH_DRAFTS}), expected ")
+    assert said.endswith(
+        "leave min_p out, or generate with a server without drafts (--draft-kind none)"
+    )
+
+
+@pytest.mark.parametrize("body", [b"\x1b[2Jno" + b"!" * 9999, b'["no!"]', b'{"error": "no!"}'])
+def test_a_refusal_in_another_form_is_bounded_and_cleaned(body: bytes) -> None:
+    said = refused(body, {"top_p": 0.9})
+    assert "no!" in said and said.isprintable() and len(said) < 800
+    assert said.startswith("sampling: top_p: ")
 
 
 def test_after_a_failed_request_those_that_wait_are_not_sent(served: tuple[str, Requests]) -> None:
