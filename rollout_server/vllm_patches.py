@@ -1,4 +1,5 @@
-"""Patches for four vLLM bugs that change what is generated, and for one that serialises requests.
+"""Patches for four vLLM bugs that change what is generated, for one that changes what is returned,
+and for one that serialises requests.
 
 **A shared lm_head.** If the draft's lm_head equals the verifier's when vLLM loads it, which is the
 usual initialisation of a draft, vLLM drops the draft's and points it at the verifier's. The next
@@ -29,6 +30,12 @@ push brings the embedding, and the kernel goes on with the head packed before, w
 Here a tied head is not packed, and multiplies with the embedding as it is. 0.32 has the fault;
 https://github.com/vllm-project/vllm/issues/48312 is about weights that a reload leaves out.
 
+**Stop strings.** One step may accept drafted tokens beyond the one that completes a stop string.
+Before 0.32 vLLM cuts the text there, and returns the ids and log-probabilities of these tokens too:
+a training job would train on them. https://github.com/vllm-project/vllm/pull/47616 mends it. Below
+0.32 a request with ``stop`` is refused where tokens are drafted; ``stop_token_ids`` are not
+affected, because the scheduler cuts the tokens at those.
+
 **Waiting for the worker on CPUs.** While the engine core waits for its worker it calls
 ``os.sched_yield`` in a loop, which releases the GIL for too short a time for its threads for input
 and output to take it. On few cores they get it only once the engine has nothing to do: requests
@@ -48,7 +55,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from rollout_server.vllm_versions import TESTED
+from rollout_server.vllm_versions import TESTED, older
 from slipstream.errors import RefusedError
 
 EMBEDDING = "embed_tokens"
@@ -60,14 +67,18 @@ SPINS, PAUSE_SECONDS = 1000, 1e-4
 def install() -> None:
     """Patch the vLLM of this process; not to be called twice.
 
-    Raises RefusedError: what samples the drafts is unknown.
+    Raises RefusedError: what samples the drafts, or checks requests for them, is unknown.
     """
     import vllm.distributed.device_communicators.shm_broadcast as shm_broadcast
     import vllm.v1.sample.rejection_sampler as rejection_sampler
     from vllm.platforms import current_platform
+    from vllm.sampling_params import SamplingParams
     from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
     from vllm.v1.worker.gpu.spec_decode.eagle import utils
+    from vllm.version import __version__ as vllm_version
 
+    if older(vllm_version, "0.32"):
+        refuse_stop_strings(SamplingParams, vllm_version)
     keep_own_lm_head(SpecDecodeBaseProposer)
     keep_own_lm_head_v2(utils)
     if current_platform.is_cpu():
@@ -115,6 +126,36 @@ def keep_own_lm_head_v2(module: ModuleType) -> None:
         return original(model, own, draft, target)
 
     module._should_share = should_share  # type: ignore[attr-defined]
+
+
+def refuse_stop_strings(params_class: type, version: str) -> None:
+    """Have requests with stop strings refused where tokens are drafted.
+
+    Args:
+        params_class: ``SamplingParams``.
+        version: vLLM's.
+
+    Raises:
+        RefusedError: the check of its that requests go through is gone.
+    """
+    from vllm.exceptions import VLLMValidationError
+
+    name = "_validate_spec_decode"
+    original: Callable[[Any, Any], None] | None = getattr(params_class, name, None)
+    if original is None:
+        step = f"use a vLLM release that Slipstream was tested with ({', '.join(TESTED)})"
+        raise RefusedError(f"vLLM's SamplingParams.{name}", "absent", "a check of requests", step)
+
+    def validate_spec_decode(self: Any, speculative_config: Any) -> None:
+        original(self, speculative_config)
+        if speculative_config is not None and self.stop:
+            # vLLM's server answers this one with 400 and its text, and others with 500.
+            raise VLLMValidationError(
+                f"stop: found strings, expected none: with drafts, vLLM {version} returns tokens "
+                "beyond them. Next step: use stop_token_ids, or serve with vLLM 0.32 or newer"
+            )
+
+    setattr(params_class, name, validate_spec_decode)
 
 
 def storages(module: nn.Module) -> set[int]:

@@ -14,6 +14,7 @@ import ast
 import importlib
 import importlib.util
 import logging
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
@@ -264,6 +265,12 @@ def check_version(version: str, untested: bool) -> None:
         logger.warning(
             "vLLM %s has every name that is needed, but is not tested; tested: %s", version, tested
         )
+
+
+def older(version: str, release: str) -> bool:
+    """Whether a version comes before a release ("0.32"); one that is not a number does not."""
+    found = re.match(r"(\d+)\.(\d+)", version)
+    return found is not None and [*map(int, found.groups())] < [*map(int, release.split("."))]
 
 
 def check_hooks(version: str, read: ReadSource | None = None) -> None:

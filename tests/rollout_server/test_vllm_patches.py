@@ -186,6 +186,34 @@ def test_vllm_waits_without_a_sleep_and_ours_sleeps(monkeypatch: pytest.MonkeyPa
     vllm_patches.let_threads_run(types.ModuleType("another"))
 
 
+def test_stop_strings_are_refused_where_tokens_are_drafted() -> None:
+    from vllm import SamplingParams
+    from vllm.exceptions import VLLMValidationError
+
+    # A stand-in: the patched check of the real class would stay in this process.
+    class Params:
+        stop: tuple[str, ...] = ()
+
+        def _validate_spec_decode(self, speculative_config: object) -> None:
+            checked.append(speculative_config)
+
+    checked: list[object] = []
+    vllm_patches.refuse_stop_strings(Params, "0.31.0")
+    params, drafts = Params(), object()
+    params._validate_spec_decode(drafts)
+    params.stop = ("7",)
+    params._validate_spec_decode(None)
+    with pytest.raises(VLLMValidationError, match=r"stop: .*vLLM 0\.31\.0 .*stop_token_ids.*0\.32"):
+        params._validate_spec_decode(drafts)
+    assert checked == [drafts, None, drafts]
+
+    with pytest.raises(RefusedError, match="_validate_spec_decode"):
+        vllm_patches.refuse_stop_strings(object, "0.31.0")
+    # What is wrapped is there, is called for each request, and sees one list of strings.
+    assert "self._validate_spec_decode(" in inspect.getsource(SamplingParams.verify)
+    assert SamplingParams(stop="7").stop == ["7"] and not SamplingParams().stop
+
+
 def test_vllm_is_patched_once_in_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
     patched: list[object] = []
     for module in (worker, engine_core, vllm_patches):
