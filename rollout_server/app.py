@@ -89,6 +89,7 @@ async def _start(settings: Settings, engine: VllmEngine, state: Any, args: Any) 
     check_speculation(settings, engine)
     chooser = None
     config = engine.client.vllm_config
+    refuse_short_draft(runner, config)
     most = config.scheduler_config.max_num_seqs
     if settings.speculation == "auto":
         refuse_fixed_lengths(runner, Sources(installed_source), vllm_version)
@@ -166,6 +167,32 @@ def refuse_fixed_lengths(runner: str, sources: Sources, vllm_version: str) -> No
             "a vLLM whose Model Runner V2 drafts as many tokens as are planned (0.32 or newer)",
             "use --speculation fixed, or set VLLM_USE_V2_MODEL_RUNNER=0",
         )
+
+
+def refuse_short_draft(runner: str, config: Any) -> None:
+    """Refuse a draft whose sequences are shorter than the policy's, on Model Runner V1.
+
+    One sequence beyond the draft's length ends the drafts of its whole batch, and vLLM counts them
+    as rejected (``_input_fits_in_drafter``, https://github.com/vllm-project/vllm/pull/34757 and
+    https://github.com/vllm-project/vllm/pull/54054): a good draft would seem to have none accepted.
+
+    Args:
+        runner: "V1" or "V2".
+        config: vLLM's.
+
+    Raises:
+        RefusedError: naming both lengths.
+    """
+    speculative, expected = config.speculative_config, config.model_config.max_model_len
+    draft = getattr(speculative, "draft_model_config", None)
+    if runner != "V1" or draft is None or draft.max_model_len >= expected:
+        return
+    found, next_step = draft.max_model_len, "leave max_model_len out of --draft-config"
+    if speculative.max_model_len is None:
+        other = f"raise max_position_embeddings in the draft's config.json to {expected}"
+        next_step = f"serve with --max-model-len {found}, or {other}"
+    text = f"at least {expected}, the policy's, on Model Runner V1"
+    raise RefusedError("max_model_len of the draft", found, text, next_step)
 
 
 def _load(client: Any) -> Callable[[int, int], Awaitable[None]]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 import types
 from pathlib import Path
 from typing import Any
@@ -164,3 +166,41 @@ def test_lengths_are_not_chosen_where_the_runner_drafts_the_longest_always() -> 
     app.refuse_fixed_lengths("V2", Sources(installed_source), "0.32.0")
     with pytest.raises(RefusedError, match=r"auto.*V2 of vLLM 0\.31\.0.*fixed"):
         app.refuse_fixed_lengths("V2", Sources(older), "0.31.0")
+
+
+@pytest.mark.parametrize(
+    ("positions", "given", "next_step"),
+    [(64, None, "--max-model-len 64, or raise .* to 256"), (512, 128, "out of --draft-config")],
+)
+def test_a_draft_of_shorter_sequences_than_the_policys_is_refused_on_runner_v1(
+    positions: int,
+    given: int | None,
+    next_step: str,
+    policy_dir: Path,
+    draft_dir: Path,
+    tmp_path: Path,
+) -> None:
+    """vLLM's own configuration: it raises the positions of such a draft, and not its length."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    draft = tmp_path / "draft"
+    shutil.copytree(draft_dir, draft)
+    changed = json.loads((draft / "config.json").read_text()) | {
+        "max_position_embeddings": positions
+    }
+    (draft / "config.json").write_text(json.dumps(changed))
+
+    def config(length: int, **more: int) -> Any:
+        speculative = {"method": "eagle3", "model": str(draft), "num_speculative_tokens": K}
+        return EngineArgs(
+            str(policy_dir), max_model_len=length, speculative_config=speculative | more
+        ).create_engine_config()
+
+    found = given or positions
+    short = config(256, **({} if given is None else {"max_model_len": given}))
+    with pytest.raises(RefusedError, match=rf"max_model_len.*found {found}, .*256.*{next_step}"):
+        app.refuse_short_draft("V1", short)
+    app.refuse_short_draft("V2", short)
+    app.refuse_short_draft("V1", config(64))
+    short.speculative_config = None
+    app.refuse_short_draft("V1", short)
