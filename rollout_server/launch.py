@@ -23,7 +23,12 @@ from rollout_server import vllm_versions
 from rollout_server.checkpoint import read_config
 from rollout_server.draft_length import launch_schedule, lengths_to_choose
 from rollout_server.plugins import API, MARK, Settings
-from rollout_server.preflight import check_metrics, check_paths, check_port_free
+from rollout_server.preflight import (
+    check_connector,
+    check_metrics,
+    check_paths,
+    check_port_free,
+)
 from rollout_server.served import SERVED, WithoutWeights, served_by
 from slipstream.errors import RefusedError
 from slipstream.hub import local_folder
@@ -204,8 +209,9 @@ def settings_of(args: argparse.Namespace) -> Settings:
 
     Raises RefusedError: naming the option, directory or port at fault.
     """
+    from vllm.version import __version__ as vllm_version
+
     _check_supported(args)
-    check_connector(args.kv_transfer_config, args.allow_kv_connector)
     if args.model_tag is None:
         raise RefusedError("MODEL", "nothing", "a checkpoint", "name it after serve")
     access = access_of(args)
@@ -228,6 +234,7 @@ def settings_of(args: argparse.Namespace) -> Settings:
     args.speculative_config = served.speculative_config(
         args.draft_dir, args.draft_length, args.draft_sample_method
     )
+    check_connector(args, vllm_version, served.name)
     one_length = ""
     if args.data_parallel_size > 1:
         # vLLM ignores a schedule of draft lengths there.
@@ -336,45 +343,6 @@ def _check_supported(args: argparse.Namespace) -> None:
         found = getattr(args, option.removeprefix("--").replace("-", "_"))
         if found < 1:
             raise RefusedError(option, found, "at least 1", "leave it out for the default")
-
-
-_SALTED_CONNECTORS = frozenset(
-    {
-        "DecodeBenchConnector",
-        "LMCacheMPConnector",
-        "MooncakeConnector",
-        "MooncakeStoreConnector",
-        "MultiConnector",
-        "NixlConnector",
-        "NixlPullConnector",
-        "NixlPushConnector",
-        "OffloadingConnector",
-        "SimpleCPUOffloadConnector",
-    }
-)
-"""KV connectors that look blocks up by their salted hashes, or move those of one request only."""
-
-
-def check_connector(config: Any, allowed: bool) -> None:
-    """Refuse a KV connector that may give back keys and values of an older policy.
-
-    The prefix cache is kept apart at a policy commit by ``cache_salt`` (``PrefixCacheSalt``). A
-    connector that looks prefixes up by their tokens alone ignores it.
-
-    Raises RefusedError: unless ``allowed``.
-    """
-    if config is None or allowed:
-        return
-    extra = config.kv_connector_extra_config or {}
-    inner = [each.get("kv_connector") for each in extra.get("connectors", ())]
-    for name in (config.kv_connector, *inner):
-        if name not in _SALTED_CONNECTORS:
-            raise RefusedError(
-                "--kv-transfer-config",
-                f"kv_connector {name}",
-                f"one of {', '.join(sorted(_SALTED_CONNECTORS))}",
-                "use one of these; or --allow-kv-connector, where no policy is ever pushed",
-            )
 
 
 _RAY_VARIABLES = "VLLM_RAY_EXTRA_ENV_VARS_TO_COPY"

@@ -1,4 +1,4 @@
-"""Checks that need no engine: paths, ports, environment (``served`` checks the draft).
+"""Checks that need no engine: paths, ports, environment, connectors (``served`` checks the draft).
 
 vLLM finds most of these too, half a minute later and as a stack trace.
 """
@@ -10,7 +10,9 @@ import os
 import socket
 import sysconfig
 import tempfile
+from typing import Any
 
+from rollout_server.vllm_versions import older
 from slipstream.errors import RefusedError
 
 
@@ -75,3 +77,64 @@ def check_port_free(option: str, host: str, port: int) -> None:
             raise RefusedError(
                 option, f"{host}:{port} ({error.strerror})", "a free address", "choose another port"
             ) from error
+
+
+_OFFLOADING = "OffloadingConnector"
+_SALTED_CONNECTORS = frozenset(
+    {
+        "DecodeBenchConnector",
+        "LMCacheMPConnector",
+        "MooncakeConnector",
+        "MooncakeStoreConnector",
+        "MultiConnector",
+        "NixlConnector",
+        "NixlPullConnector",
+        "NixlPushConnector",
+        _OFFLOADING,
+        "SimpleCPUOffloadConnector",
+    }
+)
+"""KV connectors that look blocks up by their salted hashes, or move those of one request only."""
+
+
+def check_connector(args: Any, version: str, draft_kind: str) -> None:
+    """Refuse a KV connector that may give back keys and values of an older policy, or of no policy.
+
+    The prefix cache is kept apart at a policy commit by ``cache_salt`` (``PrefixCacheSalt``). A
+    connector that looks prefixes up by their tokens alone ignores it.
+
+    ``OffloadingConnector`` of vLLM before 0.30 stores those of a drafted token that was rejected
+    (https://github.com/vllm-project/vllm/pull/54288); later requests read them.
+
+    Args:
+        args: vLLM's, with ``allow_kv_connector``: accept a connector that is not known.
+        version: vLLM's.
+        draft_kind: "none": no token is drafted.
+
+    Raises:
+        RefusedError: naming the connector.
+    """
+    config, option = args.kv_transfer_config, "--kv-transfer-config"
+    named: list[tuple[str, str]] = []
+    if config is not None:
+        inner = (config.kv_connector_extra_config or {}).get("connectors", ())
+        named = [(option, config.kv_connector), *((option, c.get("kv_connector")) for c in inner)]
+    simple = os.environ.get("VLLM_USE_SIMPLE_KV_OFFLOAD", "0") != "0"
+    offloads = args.kv_offloading_size is not None and args.kv_offloading_backend == "native"
+    if offloads and not simple:
+        named.append(("--kv-offloading-size", _OFFLOADING))
+    for option, name in named:
+        if name == _OFFLOADING and draft_kind != "none" and older(version, "0.30"):
+            raise RefusedError(
+                option,
+                f"kv_connector {name} with drafts on vLLM {version}",
+                "vLLM 0.30 or newer: it stores keys and values of rejected drafts before",
+                "use another connector or a newer vLLM, or serve with --draft-kind none",
+            )
+        if not args.allow_kv_connector and name not in _SALTED_CONNECTORS:
+            raise RefusedError(
+                option,
+                f"kv_connector {name}",
+                f"one of {', '.join(sorted(_SALTED_CONNECTORS))}",
+                "use one of these; or --allow-kv-connector, where no policy is ever pushed",
+            )

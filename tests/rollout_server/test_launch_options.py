@@ -32,14 +32,16 @@ def parse(policy_dir: Path, draft_dir: Path) -> Any:
     return parsed
 
 
-def test_connectors_that_ignore_the_prefix_salt_are_refused_unless_told(parse: Any) -> None:
-    def connector(name: str, *inner: str) -> str:
-        nested = [{"kv_connector": each, "kv_role": "kv_both"} for each in inner]
-        config: dict[str, Any] = {"kv_connector": name, "kv_role": "kv_both"}
-        if nested:
-            config["kv_connector_extra_config"] = {"connectors": nested}
-        return json.dumps(config)
+def connector(name: str, *inner: str) -> str:
+    """A ``--kv-transfer-config``."""
+    nested = [{"kv_connector": each, "kv_role": "kv_both"} for each in inner]
+    config: dict[str, Any] = {"kv_connector": name, "kv_role": "kv_both"}
+    if nested:
+        config["kv_connector_extra_config"] = {"connectors": nested}
+    return json.dumps(config)
 
+
+def test_connectors_that_ignore_the_prefix_salt_are_refused_unless_told(parse: Any) -> None:
     option = "--kv-transfer-config"
     for known in (
         connector("NixlConnector"),
@@ -55,6 +57,27 @@ def test_connectors_that_ignore_the_prefix_salt_are_refused_unless_told(parse: A
         with pytest.raises(RefusedError, match=rf"{option}.*{name}.*--allow-kv-connector"):
             parse(option, config)
         parse(option, config, "--allow-kv-connector")
+
+
+def test_a_connector_that_stores_rejected_drafts_is_refused(
+    parse: Any, policy_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import vllm.version
+
+    option, found = "--kv-transfer-config", r"OffloadingConnector.*0\.29\.1.*--draft-kind none"
+    offloading = connector("MultiConnector", "NixlConnector", "OffloadingConnector")
+    monkeypatch.setattr(vllm.version, "__version__", "0.29.1+cpu")
+    for more in ((), ("--allow-kv-connector",)):
+        with pytest.raises(RefusedError, match=rf"{option}.*{found}"):
+            parse(option, offloading, *more)
+    with pytest.raises(RefusedError, match=rf"--kv-offloading-size.*{found}"):
+        parse("--kv-offloading-size", "1")
+    parse("--kv-offloading-size", "1", "--kv-offloading-backend", "lmcache")
+    parse(option, connector("NixlConnector"))
+    alone = (str(policy_dir), "--draft-kind", "none", *PORTS, option, offloading)
+    settings_of(build_parser().parse_args([*alone]))
+    monkeypatch.setattr(vllm.version, "__version__", "0.30.0")
+    parse(option, offloading)
 
 
 def test_fields_of_the_speculative_configuration_that_are_not_ours_pass(parse: Any) -> None:
