@@ -125,7 +125,8 @@ class Expected:
                 "kind",
                 f"a {self.kind} for a quantized one: {self.quantized}",
                 "drafts only",
-                "serve the unquantized checkpoint, or push through vLLM's weight-transfer engine",
+                "serve the unquantized checkpoint, or push through vLLM's weight-transfer engine "
+                "if no layer is padded (vllm-project/vllm#50523)",
                 StatusCode.FAILED_PRECONDITION,
             )
         seen: dict[str, tensor_pb2.TensorSpec] = {}
