@@ -10,6 +10,12 @@ tensor parallelism.
 A reload puts parameters on the meta device until it ends. If it fails in the middle, the old
 parameters of the unfinished layers are put back, and the finished ones get the old weights through
 a reload of their own.
+
+What a model's ``load_weights`` copies into a parameter without its weight loader is lost there: a
+copy onto the meta device does nothing, and vLLM then puts the old parameter back without an error.
+https://github.com/vllm-project/vllm/pull/57795 and
+https://github.com/vllm-project/vllm/pull/57805 are about GPT-OSS, which 0.29 to 0.33 load that way.
+Such a reload is refused (``refuse_lost``), whatever the version is.
 """
 
 from __future__ import annotations
@@ -28,6 +34,7 @@ from rollout_server.served.derived import is_derived
 from rollout_server.standby import Standby
 from rollout_server.store import WeightSource
 from rollout_server.swap import LOAD_FAILURES, NotSwappableError
+from slipstream.errors import RefusedError
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig
@@ -134,10 +141,16 @@ class LiveModel:
         """Whether ``apply`` would load these weights layer by layer over the live ones."""
         return self.standby is None or not (self.standby.is_ready(new) or is_derived(self.model))
 
-    def apply(self, new: WeightSource, old: WeightSource) -> None:
+    def apply(self, new: WeightSource, old: WeightSource, restoring: bool = False) -> None:
         """Swap or reload.
 
+        Args:
+            new: becomes live.
+            old: is live.
+            restoring: as of ``load``.
+
         Raises:
+            RefusedError: as ``refuse_lost``; the model is torn.
             NotSwappableError: a draft that no reload may touch cannot be swapped; nothing changed.
             OSError, RuntimeError, ...: one of ``LOAD_FAILURES``; the model may be torn.
         """
@@ -153,7 +166,7 @@ class LiveModel:
         if new.transfer and self.receive is not None:
             self.receive(new.transfer)
             return
-        load(self.model, self.config, new.weights())
+        load(self.model, self.config, new.weights(), restoring)
         if self.standby is not None:
             self.standby.read_back.record()
 
@@ -182,7 +195,7 @@ def apply_all(changes: Sequence[tuple[Change, LiveModel]]) -> Result:
         for change, live in changes:
             touched.append((change, live))
             live.apply(change.new, change.old)
-    except (NotSwappableError, *LOAD_FAILURES) as failure:
+    except (RefusedError, NotSwappableError, *LOAD_FAILURES) as failure:
         change, live = touched[-1]
         if isinstance(failure, NotSwappableError):
             touched.pop()
@@ -193,7 +206,7 @@ def apply_all(changes: Sequence[tuple[Change, LiveModel]]) -> Result:
             for change, live in touched:
                 live.abandon()
                 # Nobody sends the old weights again: those of a transfer are held nowhere.
-                replace(live, receive=None).apply(change.old, change.new)
+                replace(live, receive=None).apply(change.old, change.new, restoring=True)
         except (NotSwappableError, *LOAD_FAILURES) as second:
             error += f"; and then the old weights: {type(second).__name__}: {second}"
             restored = False
@@ -202,21 +215,80 @@ def apply_all(changes: Sequence[tuple[Change, LiveModel]]) -> Result:
 
 @torch.no_grad()
 def load(
-    model: nn.Module, config: ModelConfig, weights: Iterable[tuple[str, torch.Tensor]]
+    model: nn.Module,
+    config: ModelConfig,
+    weights: Iterable[tuple[str, torch.Tensor]],
+    restoring: bool = False,
 ) -> None:
     """Reload one model from checkpoint-named tensors (any shapes, CPU).
 
     The caller has set vLLM's current configuration.
+
+    Args:
+        model: in memory.
+        config: vLLM's of it.
+        weights: all of its tensors.
+        restoring: ``weights`` are what the model had before a load that failed. A layer that a
+            reload cannot reach has them still, and keeps them.
+
+    Raises:
+        RefusedError: as ``refuse_lost``; the model is torn.
     """
-    from vllm.model_executor.model_loader.reload.layerwise import (
-        finalize_layerwise_reload,
-        initialize_layerwise_reload,
-    )
+    from vllm.model_executor.model_loader.reload import layerwise
 
     with _without_expected_warnings():
-        initialize_layerwise_reload(model)
-        model.load_weights(weights)  # type: ignore[operator]
-        finalize_layerwise_reload(model, config)
+        layerwise.initialize_layerwise_reload(model)
+        loaded = model.load_weights(weights) or ()  # type: ignore[operator]
+        if restoring:
+            for layer in {*lost(model, loaded).values()}:
+                info = layerwise.get_layerwise_info(layer)
+                layerwise._place_kernel_tensors(layer, info)
+                info.reset()
+        else:
+            refuse_lost(model, loaded)
+        layerwise.finalize_layerwise_reload(model, config)
+
+
+def lost(model: nn.Module, loaded: Iterable[str]) -> dict[str, nn.Module]:
+    """Tensors that a reload which is not finished would leave as they were.
+
+    Args:
+        model: between vLLM's ``initialize_layerwise_reload`` and ``finalize_layerwise_reload``.
+        loaded: the names that its ``load_weights`` reported.
+
+    Returns:
+        The names among them of which no weight loader holds anything, and the layer of each.
+    """
+    from vllm.model_executor.model_loader.reload import layerwise
+
+    layers = dict(model.named_modules(remove_duplicate=False))
+    found = {}
+    for name in sorted(loaded):
+        owner, _, leaf = name.rpartition(".")
+        layer = layers.get(owner)
+        tensor = None if layer is None else (layer._parameters | layer._buffers).get(leaf)
+        # One that is not on the meta device was written, or its layer is finished.
+        if layer is None or tensor is None or not tensor.is_meta:
+            continue
+        info = layerwise.get_layerwise_info(layer)
+        if info.can_load() and leaf not in {each for each, _ in info.loaded_weights}:
+            found[name] = layer
+    return found
+
+
+def refuse_lost(model: nn.Module, loaded: Iterable[str]) -> None:
+    """Refuse a reload that would leave tensors as they were (``lost``).
+
+    Raises RefusedError: naming the first of them.
+    """
+    if names := [*lost(model, loaded)]:
+        raise RefusedError(
+            names[0] + (f" and {len(names) - 1} others" if names[1:] else ""),
+            f"copied by {type(model).__name__}.load_weights without a weight loader, which changes "
+            "nothing in a model that is live",
+            "tensors that vLLM loads through weight loaders",
+            "start the server anew with these weights as its model: this vLLM cannot push them",
+        )
 
 
 @contextlib.contextmanager

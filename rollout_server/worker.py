@@ -7,17 +7,18 @@ did what.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import logging
 import time
-from collections.abc import Container, Mapping
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import asdict
 from typing import Any
 
 import torch
 
-from rollout_server.reload import Change, LiveModel, Result, apply_all
+from rollout_server.reload import Change, LiveModel, Result, apply_all, refuse_lost
 from rollout_server.served.derived import unaccounted
 from rollout_server.standby import ASLEEP, DIFFERS, READY, SAME, ReadBack, Standby
 from rollout_server.store import WeightSource
@@ -203,16 +204,40 @@ def _sleeps(worker: Any) -> bool:
 def _receive(worker: Any, transfer: str) -> None:
     """One session of vLLM's weight-transfer engine, from its start to its end.
 
-    Raises one of ``LOAD_FAILURES``; the session is then over, and the model may be torn.
+    Raises RefusedError (``refuse_lost``) or one of ``LOAD_FAILURES``; the session is then over, and
+    the model may be torn.
     """
+    model = worker.get_model()
     try:
         worker.start_weight_update()
-        worker.update_weights(_own_update(worker, transfer))
+        with _names_loaded(model) as loaded:
+            worker.update_weights(_own_update(worker, transfer))
+        refuse_lost(model, loaded)
         worker.finish_weight_update()
-    except LOAD_FAILURES:
+    except (RefusedError, *LOAD_FAILURES):
         worker._weight_update_active = False
         worker.weight_transfer_engine.reset_weight_update_target()
         raise
+
+
+@contextlib.contextmanager
+def _names_loaded(model: Any) -> Iterator[set[str]]:
+    """Collect what a model's ``load_weights`` reports, which engines call and do not pass on."""
+    names: set[str] = set()
+    original, own = model.load_weights, vars(model).get("load_weights")
+
+    def load_weights(*given: Any, **named: Any) -> Any:
+        loaded = original(*given, **named)
+        names.update(loaded or ())
+        return loaded
+
+    model.load_weights = load_weights
+    try:
+        yield names
+    finally:
+        del model.load_weights
+        if own is not None:
+            model.load_weights = own
 
 
 def _own_update(worker: Any, transfer: str) -> Any:

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from rollout_server import engine
 from rollout_server.acceptance import AcceptanceTracker
@@ -200,10 +201,13 @@ def test_each_core_checks_and_loads_its_own_entry_of_an_update() -> None:
     """Each core's workers count from 0; an update's entries go over all cores."""
     loaded: list[Any] = []
     parallel = SimpleNamespace(data_parallel_index=1, world_size=2)
+    model = torch.nn.Linear(2, 2)
+    model.load_weights = list  # type: ignore[assignment]
     worker = SimpleNamespace(
         rank=0,
         vllm_config=SimpleNamespace(parallel_config=parallel),
         weight_transfer_engine=SimpleNamespace(parse_update_info=lambda update: update["names"]),
+        get_model=lambda: model,
         start_weight_update=lambda: None,
         update_weights=loaded.append,
         finish_weight_update=lambda: None,

@@ -1,0 +1,145 @@
+"""Policies that vLLM cannot load over live ones: a push of them is refused and changes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from rollout_server.reload import Change, LiveModel, apply_all, load, refuse_lost
+from rollout_server.store import WeightSource
+from rollout_server.worker import _receive
+from slipstream.errors import RefusedError
+from tests.policy_bridge.families import make
+from tests.rollout_server.test_swap import _one_process, different
+
+LOST = r"model\.layers\.0\.attn\.sinks and 14 others: found copied by GptOssForCausalLM"
+
+
+class Policy:
+    """vLLM's GPT-OSS outside an engine, with the first of two checkpoints."""
+
+    def __init__(self, folder: Path) -> None:
+        from vllm.engine.arg_utils import EngineArgs
+        from vllm.model_executor.model_loader.reload.layerwise import record_metadata_for_reloading
+        from vllm.model_executor.model_loader.utils import (
+            initialize_model,
+            process_weights_after_loading,
+        )
+        from vllm.utils.torch_utils import set_default_torch_dtype
+
+        model = make("GPT-OSS", torch.bfloat16)
+        for seed in range(2):
+            with torch.no_grad():
+                for tensor in model.state_dict().values():
+                    tensor.add_(0.1 * torch.randn(tensor.shape))
+            model.save_pretrained(folder / str(seed))
+        self.sources = [WeightSource(str(folder / str(seed))) for seed in range(2)]
+        self.config: Any = EngineArgs(
+            model=self.sources[0].directory,
+            dtype="bfloat16",
+            max_model_len=32,
+            enforce_eager=True,
+            skip_tokenizer_init=True,
+        ).create_engine_config()
+        self.model_config = self.config.model_config
+        with self.current(), torch.device("cpu"), set_default_torch_dtype(torch.bfloat16):
+            _one_process()
+            self.model: nn.Module = initialize_model(self.config, model_config=self.model_config)
+            record_metadata_for_reloading(self.model)
+            self.model.load_weights(self.sources[0].weights())  # type: ignore[operator]
+            process_weights_after_loading(self.model, self.model_config, torch.device("cpu"))
+
+    def current(self) -> Any:
+        from vllm.config import set_current_vllm_config
+
+        return set_current_vllm_config(self.config)
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Parameters, and what every packed matrix gives."""
+        found = {n: p.detach().clone() for n, p in self.model.named_parameters() if p.numel()}
+        generator = torch.Generator().manual_seed(0)
+        for name, module in self.model.named_modules():
+            width = getattr(module, "input_size", None)
+            if "cpu_linear" in module.__dict__ and width:
+                x = torch.randn(3, width, generator=generator).bfloat16()
+                found[f"{name}(x)"] = module.cpu_linear(x, module.weight, None)  # type: ignore[operator]
+        return found
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Policy]:
+    from vllm.distributed import cleanup_dist_env_and_memory
+    from vllm.model_executor.layers.fused_moe import unquantized_fused_moe_method as experts
+
+    with pytest.MonkeyPatch.context() as patch:
+        # A CPU has no kernel for experts with biases; nothing here computes with them.
+        chosen = experts.UnquantizedMoeBackend.OOT, None
+        patch.setattr(experts, "select_unquantized_moe_backend", lambda moe_config: chosen)
+        yield Policy(tmp_path_factory.mktemp("gpt_oss"))
+    cleanup_dist_env_and_memory()
+
+
+def test_a_push_that_would_lose_tensors_is_refused_and_leaves_the_old_policy(
+    policy: Policy,
+) -> None:
+    """Fails on a vLLM that loads all of GPT-OSS: then it is supported, and the docs say so."""
+    old, new = policy.sources
+    before = policy.tensors()
+    live = LiveModel(policy.model, policy.model_config)
+    with policy.current():
+        result = apply_all([(Change("policy", new, old), live)])
+        assert "policy: RefusedError: " in result.error and result.restored
+        assert not different(policy.tensors(), before)
+        with pytest.raises(RefusedError, match=LOST):
+            load(policy.model, policy.model_config, new.weights())
+        live.abandon()
+        load(policy.model, policy.model_config, old.weights(), restoring=True)
+    assert not any(parameter.is_meta for parameter in policy.model.parameters())
+    assert not different(policy.tensors(), before)
+
+
+def test_what_vllms_engine_receives_is_refused_too(policy: Policy) -> None:
+    from vllm.model_executor.model_loader.reload import (
+        finalize_layerwise_reload,
+        initialize_layerwise_reload,
+    )
+
+    old, new = policy.sources
+    before, calls = policy.tensors(), []
+
+    def update(info: Any) -> None:
+        for name, tensor in new.weights():  # as NCCL's brings them
+            policy.model.load_weights([(name, tensor)])  # type: ignore[operator]
+
+    def finish() -> None:
+        calls.append("finish")
+        finalize_layerwise_reload(policy.model, policy.model_config)
+
+    worker = SimpleNamespace(
+        get_model=lambda: policy.model,
+        start_weight_update=lambda: initialize_layerwise_reload(policy.model),
+        update_weights=update,
+        finish_weight_update=finish,
+        weight_transfer_engine=SimpleNamespace(
+            reset_weight_update_target=lambda: calls.append("reset")
+        ),
+    )
+    live = LiveModel(
+        policy.model, policy.model_config, receive=lambda transfer: _receive(worker, transfer)
+    )
+    with policy.current(), torch.no_grad():
+        result = apply_all([(Change("policy", WeightSource(transfer="{}"), old), live)])
+    assert "policy: RefusedError: " in result.error and result.restored
+    assert calls == ["reset"] and "load_weights" not in vars(policy.model)
+    assert not different(policy.tensors(), before)
+
+
+def test_names_that_nothing_on_the_meta_device_has_are_no_loss() -> None:
+    model = nn.Linear(2, 2)
+    refuse_lost(model, ["weight", "bias", "absent", "of.another"])
