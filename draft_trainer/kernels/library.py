@@ -121,7 +121,8 @@ def _built() -> _Built:
         functions = ctypes.CDLL(str(library))
     except subprocess.CalledProcessError as error:
         return _Built(None, f"plain torch, because {compiler} failed: {error.stderr[-300:]}")
-    except (subprocess.TimeoutExpired, OSError) as error:
+    # A RuntimeError: the user has no home folder.
+    except (subprocess.TimeoutExpired, OSError, RuntimeError) as error:
         return _Built(None, f"plain torch, because {error}")
     return _Built(functions, said)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import pwd
 import shutil
 from pathlib import Path
 
@@ -145,6 +146,16 @@ def test_they_compile_at_a_path_with_a_space(
     assert ctypes.CDLL(str(made)).step_keys_forward
     flags, target = library._flags(str(compiler))
     assert (library._WIDE in flags) == ("__AVX512F__" in target and not refuses)
+
+
+@compiled
+def test_without_a_home_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of a container's user that only has a number."""
+    for name in ("HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", {}.__getitem__)
+    built = library._built.__wrapped__()
+    assert built.functions is None and "home directory" in built.said
 
 
 def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
