@@ -148,6 +148,8 @@ def _compiled(compiler: str) -> tuple[Path, str]:
         subprocess.run(
             [compiler, *flags, "-shared", "-fPIC", "-o", str(made), *sources, "-lm"], **_RUN
         )
+        # Linkers leave what the umask does, which may let every user write it.
+        made.chmod(0o700)
         # A rename, because several processes may compile at the same time.
         made.rename(library)
     return library, f"compiled by {compiler} in {time.perf_counter() - began:.1f} s"

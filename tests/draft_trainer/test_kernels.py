@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import pwd
 import shutil
 from pathlib import Path
@@ -146,6 +147,19 @@ def test_they_compile_at_a_path_with_a_space(
     assert ctypes.CDLL(str(made)).step_keys_forward
     flags, target = library._flags(str(compiler))
     assert (library._WIDE in flags) == ("__AVX512F__" in target and not refuses)
+
+
+@compiled
+def test_what_is_compiled_is_this_users_alone_under_any_umask(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    before = os.umask(0)
+    try:
+        made, _ = library._compiled("cc")
+    finally:
+        os.umask(before)
+    assert library._compiled("cc") == (made, "compiled before by cc")
 
 
 @compiled
