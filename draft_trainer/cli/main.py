@@ -99,9 +99,10 @@ class Serve:
         signalled = stop_signals()
         tune_memory()
         server.start()
-        # In one write: a log line of another thread would come between a line and its end.
-        sys.stdout.write(f"{server.ready_line}\n")
-        sys.stdout.flush()
+        if sys.stdout is not None:  # closed by the shell: >&-
+            # In one write: a log line of another thread would come between a line and its end.
+            sys.stdout.write(f"{server.ready_line}\n")
+            sys.stdout.flush()
         while not (signalled() or server.died.wait(SIGNAL_SECONDS)):
             pass
         clean = server.stop()

@@ -22,6 +22,7 @@ import torch
 
 from draft_trainer.cli.main import main
 from draft_trainer.config import TrainerConfig
+from draft_trainer.kernels.library import using_kernels
 from examples.arithmetic_grpo.processes import free_port
 from slipstream.client import open_channel
 from slipstream.v1 import draft_trainer_pb2 as pb
@@ -141,6 +142,16 @@ with Stream(client) as stream:
             acks = client.send(*rollouts(8))
             assert [ack.status for ack in acks] == [2] * 5 + [1] * 3
         assert process.end(signal.SIGINT)[0] == 0
+
+
+def test_serving_needs_no_stdout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A shell's >&- closes it."""
+    config = write_config(tmp_path)
+    monkeypatch.setattr("slipstream.serving.stop_signals", lambda: lambda: True)
+    monkeypatch.setattr("draft_trainer.cli.main.tune_memory", lambda: None)
+    monkeypatch.setattr(sys, "stdout", None)
+    with using_kernels("off"):
+        assert main(["serve", "--config", str(config)]) == 0
 
 
 def test_status_and_a_pin(tmp_path: Path, capsys: Capture) -> None:
