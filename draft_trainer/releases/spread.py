@@ -45,6 +45,8 @@ else gets a server further, and to one server at a time."""
 
 Staged = pb.StageResult | Failure
 
+_random = random.Random()  # Python's global one may be a program's that a trainer runs in
+
 
 def spread_to(
     fleet: Fleet,
@@ -145,7 +147,7 @@ class Spread:
         while fetches and self._free:
             source = self._free.popleft()
             if source not in self._dropped:
-                drawn = random.sample(self._holders, min(OTHERS + 1, len(self._holders)))
+                drawn = _random.sample(self._holders, min(OTHERS + 1, len(self._holders)))
                 others = [other for other in drawn if other != source]
                 return _Call((source, *others[:OTHERS]))
         if fetches and self._holders:
