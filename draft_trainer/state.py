@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TypeVar
+from typing import TypeVar, cast
 
 from google.protobuf.message import DecodeError, Message
 
@@ -221,7 +221,7 @@ class State:
         statement, value = f"INSERT INTO {table} (message) VALUES (?)", message.SerializeToString()
         with self.lock, self._refusing():
             # Not RETURNING: SQLite 3.34 of RHEL 9 has none.
-            return int(self._db.execute(statement, (value,)).lastrowid or 0)
+            return cast(int, self._db.execute(statement, (value,)).lastrowid)
 
     def messages(
         self, table: str, kind: type[M], after: int = 0, newest: int = 0

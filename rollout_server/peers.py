@@ -17,7 +17,7 @@ import grpc
 
 from rollout_server.control import RolloutControl
 from rollout_server.upload import BYTES_PER_SECOND, Upload
-from slipstream.client import OPTIONS, direct, split_address
+from slipstream.client import channel_options, split_address
 from slipstream.errors import RefusedError, StatusCode, clean, failure_text
 from slipstream.security import NONE, ClientCredentials
 from slipstream.serving import Workers
@@ -157,9 +157,7 @@ class Peers:
             raise RefusedError("sources", error, "host:port", "name control planes") from None
         credentials = self.credentials
         credentials.check_address(address, "sources")
-        options: list[tuple[str, int | str]] = [*OPTIONS, *direct(address)]
-        if credentials.server_name:
-            options.append(("grpc.ssl_target_name_override", credentials.server_name))
+        options = channel_options(address, credentials)
         token, tls = credentials.token(), credentials.tls()
         metadata = () if token is None else (("authorization", f"Bearer {token.now()}"),)
         if tls is None:

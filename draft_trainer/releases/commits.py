@@ -26,7 +26,8 @@ from slipstream.v1 import rollout_server_pb2 as pb
 MOST_SOURCES = 3
 """That a server which is put right is told of."""
 
-_random = random.Random()  # Python's global one may be a program's that a trainer runs in
+DRAWS = random.Random()
+"""Not Python's global numbers: a trainer may run in the training process, which has them."""
 
 
 @dataclass
@@ -135,7 +136,7 @@ def stage_on(
     except RefusedError as error:
         return Failure(f"{client.address}: {error}", error.code)
     serving = [address for address in fleet.sources(draft) if address != client.address]
-    sources = _random.sample(serving, min(MOST_SOURCES, len(serving)))
+    sources = DRAWS.sample(serving, min(MOST_SOURCES, len(serving)))
     progress = Progress()
     answer = client.stage(draft, stage_id, sources=sources, progress=progress)
     counters.staged_bytes.labels("trainer").inc(progress.sent)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import logging
 import math
-import random
 from collections import Counter, deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,7 +19,7 @@ import grpc
 
 from draft_trainer.counters import Counters
 from draft_trainer.releases.client import DraftPayload, Failure
-from draft_trainer.releases.commits import ServerOutcome
+from draft_trainer.releases.commits import DRAWS, ServerOutcome
 from draft_trainer.releases.fleet import Calls, Fleet, Quorum
 from slipstream.client import Progress
 from slipstream.v1 import rollout_server_pb2 as pb
@@ -44,8 +43,6 @@ MOST_SENT = 4
 else gets a server further, and to one server at a time."""
 
 Staged = pb.StageResult | Failure
-
-_random = random.Random()  # Python's global one may be a program's that a trainer runs in
 
 
 def spread_to(
@@ -147,7 +144,7 @@ class Spread:
         while fetches and self._free:
             source = self._free.popleft()
             if source not in self._dropped:
-                drawn = _random.sample(self._holders, min(OTHERS + 1, len(self._holders)))
+                drawn = DRAWS.sample(self._holders, min(OTHERS + 1, len(self._holders)))
                 others = [other for other in drawn if other != source]
                 return _Call((source, *others[:OTHERS]))
         if fetches and self._holders:

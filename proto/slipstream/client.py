@@ -59,10 +59,17 @@ def join_address(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
 
 
-def direct(address: str) -> tuple[tuple[str, int], ...]:
-    """Channel options: a proxy that the environment names cannot reach this machine's addresses."""
-    local = address.startswith(("127.", "localhost:", "[::1]:"))
-    return (("grpc.enable_http_proxy", 0),) if local else ()
+def channel_options(
+    address: str, credentials: ClientCredentials = NONE
+) -> list[tuple[str, int | str]]:
+    """Of a channel to ``host:port``: ``OPTIONS``, and what follows from these two."""
+    options: list[tuple[str, int | str]] = [*OPTIONS]
+    if address.startswith(("127.", "localhost:", "[::1]:")):
+        # A proxy that the environment names cannot reach this machine's own addresses.
+        options.append(("grpc.enable_http_proxy", 0))
+    if credentials.server_name:
+        options.append(("grpc.ssl_target_name_override", credentials.server_name))
+    return options
 
 
 def open_channel(
@@ -74,11 +81,10 @@ def open_channel(
         RefusedError: a file of ``credentials`` cannot be used, or its token would cross a network
             without TLS.
     """
-    own = (("grpc.use_local_subchannel_pool", 1),) if own_connection else ()
-    options: tuple[tuple[str, int | str], ...] = (*OPTIONS, *own, *direct(address))
     credentials.check_address(address, "address")
-    if credentials.server_name:
-        options = (*options, ("grpc.ssl_target_name_override", credentials.server_name))
+    options = channel_options(address, credentials)
+    if own_connection:
+        options.append(("grpc.use_local_subchannel_pool", 1))
     tls, token = credentials.tls(), credentials.token()
     if tls is None:
         channel = grpc.insecure_channel(address, options=options)

@@ -32,7 +32,7 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from slipstream.client import MAX_MESSAGE_BYTES, OPTIONS, direct, join_address
+from slipstream.client import MAX_MESSAGE_BYTES, OPTIONS, channel_options, join_address
 from slipstream.errors import RefusedError, StatusCode, clean
 from slipstream.guard import Guard
 from slipstream.security import Access
@@ -316,7 +316,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         pem = [p.read_bytes() if p else None for p in (args.ca, args.key, args.certificate)]
     except OSError as error:
         parser.error(str(error))
-    tls, options = grpc.ssl_channel_credentials(*pem), direct(args.address)
+    tls, options = grpc.ssl_channel_credentials(*pem), channel_options(args.address)
     with (
         grpc.secure_channel(args.address, tls, options)
         if args.ca
