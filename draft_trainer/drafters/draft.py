@@ -199,8 +199,18 @@ class Checkpoint:
 
     def draft(self) -> Draft:
         """The draft in float32."""
-        draft = self.module(self.config, None if self.d2t is None else target_ids(self.d2t))
-        draft.load_state_dict({name: tensor.float() for name, tensor in self.tensors.items()})
+        ids = None if self.d2t is None else target_ids(self.d2t)
+        # Random values to start with would be drawn from torch's global generator, which belongs to
+        # the policy's training where both share a process.
+        with torch.device("meta"):
+            draft = self.module(self.config, ids)
+        draft.load_state_dict(
+            {
+                name: torch.empty(tensor.shape, dtype=torch.float32, device="cpu").copy_(tensor)
+                for name, tensor in self.tensors.items()
+            },
+            assign=True,
+        )
         return draft
 
     def draft_like(self, other: Checkpoint) -> Draft:

@@ -128,7 +128,8 @@ class Rope:
     def inverse_frequencies(self, head_dim: int) -> Tensor:
         """float32 [rotary_dim / 2]: radians per position of every rotated pair."""
         dim, given = self.rotary_dim(head_dim), dict(self.values)
-        exponents = torch.arange(0, dim, 2, dtype=torch.float32) / dim
+        # Also in a module that is built on the meta device: no checkpoint has them.
+        exponents = torch.arange(0, dim, 2, dtype=torch.float32, device="cpu") / dim
         theta = self.theta
         if self.kind == "dynamic":
             # Without alpha, vLLM's base for the trained length is the plain one.
@@ -214,7 +215,8 @@ def _yarn(periods: Tensor, given: Mapping[str, float], theta: float) -> Tensor:
     first, last = max(first, 0), min(last, dim - 1)
     if first == last:
         last += 0.001
-    ramp = ((torch.arange(dim // 2, dtype=torch.float32) - first) / (last - first)).clamp(0, 1)
+    places = torch.arange(dim // 2, dtype=torch.float32, device=periods.device)
+    ramp = ((places - first) / (last - first)).clamp(0, 1)
     kept = 1 - ramp
     return 1.0 / (factor * periods) * (1 - kept) + 1.0 / periods * kept
 

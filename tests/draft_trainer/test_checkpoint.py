@@ -50,6 +50,21 @@ def test_full_vocabulary_checkpoint_has_no_d2t(tmp_path: Path) -> None:
         Eagle3().save(tmp_path, Eagle3Head(config()))
 
 
+@pytest.mark.parametrize("variant", _VARIANTS)
+def test_a_draft_is_made_without_the_processs_random_numbers(tmp_path: Path, variant: str) -> None:
+    """In the policy's own process they are those of its seeded rollouts."""
+    model = saved(tmp_path, **_VARIANTS[variant])
+    before = torch.get_rng_state()
+    checkpoint = Eagle3().read(tmp_path)
+    draft = checkpoint.draft()
+    assert torch.equal(torch.get_rng_state(), before)
+    assert torch.equal(draft.rotary.inverse_frequencies, model.rotary.inverse_frequencies)
+    for name, tensor in draft.state_dict().items():
+        assert torch.equal(tensor, model.state_dict()[name])
+        # Training moves it in place; the checkpoint stays what was read.
+        assert tensor.data_ptr() != checkpoint.tensors[name].data_ptr()
+
+
 @pytest.mark.parametrize("layout", ["plain", "speculators"])
 @pytest.mark.parametrize("variant", _VARIANTS)
 def test_round_trips_are_exact(tmp_path: Path, layout: str, variant: str) -> None:
