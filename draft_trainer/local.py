@@ -14,6 +14,8 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 
+import torch
+
 from draft_trainer.config_file import parse_config
 from draft_trainer.kernels.library import using_kernels
 from draft_trainer.server.app import TrainerServer
@@ -74,6 +76,7 @@ class LocalTrainer(AbstractContextManager["LocalTrainer"]):
             owned.enter_context(using_kernels(training.cpu_kernels))
             ranks = Ranks.join(training.rank_timeout_s, training.device)
             trainer = TrainerServer(settings, ranks)
+            owned.callback(_restore_threads)
             owned.callback(_stop, trainer)
             trainer.start()
             logger.info("%s", trainer.ready_line)
@@ -88,6 +91,11 @@ class LocalTrainer(AbstractContextManager["LocalTrainer"]):
     def close(self) -> None:
         """Stop the trainer. A second call changes nothing."""
         self._owned.close()
+
+
+def _restore_threads() -> None:
+    """What the training thread sets for itself is also the default of threads that begin later."""
+    torch.set_num_threads(torch.get_num_threads())
 
 
 def _stop(trainer: TrainerServer) -> None:

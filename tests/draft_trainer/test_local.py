@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import tempfile
 import threading
+import time
 from pathlib import Path
 
 import grpc
@@ -119,6 +120,27 @@ def test_a_draft_of_another_policy_is_refused_to_its_bridge_and_nothing_is_left(
         pass
     assert list(state.iterdir()) == []
     assert_ended(threads() - before)
+
+
+def test_threads_that_begin_later_compute_with_what_the_process_chose(
+    draft_dir: Path, state: Path
+) -> None:
+    def of_a_new_thread() -> int:
+        found: list[int] = []
+        one = threading.Thread(target=lambda: found.append(torch.get_num_threads()))
+        one.start()
+        one.join()
+        return found[0]
+
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(3)
+        with LocalTrainer(draft_dir, {"training": {"threads": 1}}):
+            while of_a_new_thread() != 1:  # until the training thread has begun
+                time.sleep(0.01)
+        assert of_a_new_thread() == torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_one_of_several_ranks_is_refused(draft_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
