@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 import threading
+import traceback
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -156,6 +157,19 @@ class Ingest:
             run: of the stream's session.
             samples: headers, each with what its span may point into.
         """
+        try:
+            return self._take(run, samples)
+        except BaseException as error:
+            # Who keeps the error keeps its frames, and what they view is not free in the store.
+            kept: BaseException | None = error
+            while kept is not None:
+                traceback.clear_frames(kept.__traceback__)
+                kept = kept.__context__
+            raise
+
+    def _take(
+        self, run: Run, samples: Sequence[tuple[pb.VerifierStates, Memories]]
+    ) -> list[pb.Ack]:
         acks = [pb.Ack(sample_id=header.sample_id[: 1 << 10]) for header, _ in samples]
         read: list[tuple[pb.Ack, Sample]] = []
         for (header, memories), ack in zip(samples, acks, strict=True):

@@ -5,9 +5,11 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable
 
+import grpc
 import pytest
 import torch
 
+from draft_trainer.ingest.teacher import TeacherCheck
 from draft_trainer.server.app import TrainerServer
 from slipstream.sample import TENSORS, Sample
 from slipstream.v1 import draft_trainer_pb2 as pb
@@ -176,6 +178,30 @@ def test_refused_id_may_be_sent_again_once_it_is_right(
         pb.ACK_STATUS_ACCEPTED,
         pb.ACK_STATUS_DUPLICATE,
     ]
+
+
+def test_an_unexpected_error_gives_the_space_back(
+    trainer: tuple[TrainerServer, Client], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also while something keeps the error, as a future does that is part of a cycle."""
+    server, client = trainer
+    (sample,) = rollouts(1, seed=32)
+    kept: list[BaseException] = []
+
+    def fail(*_: object) -> None:
+        try:
+            raise ValueError("the first")
+        except ValueError:
+            kept.append(RuntimeError("nobody thought of it"))
+            raise kept[-1]  # noqa: B904
+
+    before = server._store.credit_bytes()
+    with monkeypatch.context() as patch:
+        patch.setattr(TeacherCheck, "check", fail)
+        with pytest.raises(grpc.RpcError, match="nobody thought of it"):
+            client.send(sample)
+    assert kept and server._store.credit_bytes() == before
+    assert client.send(sample)[0].status == pb.ACK_STATUS_ACCEPTED
 
 
 def test_every_state_dtype_is_taken(trainer: tuple[TrainerServer, Client]) -> None:
