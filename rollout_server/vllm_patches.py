@@ -1,4 +1,4 @@
-"""Patches for four vLLM bugs that change what is generated, for one that changes what is returned,
+"""Patches for five vLLM bugs that change what is generated, for one that changes what is returned,
 and for one that serialises requests.
 
 **A shared lm_head.** If the draft's lm_head equals the verifier's when vLLM loads it, which is the
@@ -36,6 +36,12 @@ a training job would train on them. https://github.com/vllm-project/vllm/pull/47
 0.32 a request with ``stop`` is refused where tokens are drafted; ``stop_token_ids`` are not
 affected, because the scheduler cuts the tokens at those.
 
+**Mamba-2's convolution after a push on CPUs.** ``MambaMixer2`` reads its weights through
+``conv_weights``, a view of ``conv1d.weight``. A CPU's kernel packs that parameter into other memory
+(``dispatch_cpu_unquantized_gemm``), which ends the view: a push changes the parameter, and the
+model goes on with the convolution of the first load, without an error. 0.29 to 0.33
+pack so; https://github.com/vllm-project/vllm/issues/42821 is about the same kind of silence.
+
 **Waiting for the worker on CPUs.** While the engine core waits for its worker it calls
 ``os.sched_yield`` in a loop, which releases the GIL for too short a time for its threads for input
 and output to take it. On few cores they get it only once the engine has nothing to do: requests
@@ -48,6 +54,7 @@ from __future__ import annotations
 import inspect
 import itertools
 import time
+import weakref
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -83,6 +90,7 @@ def install() -> None:
     keep_own_lm_head_v2(utils)
     if current_platform.is_cpu():
         from vllm.model_executor.layers.fused_moe import UnquantizedFusedMoEMethod
+        from vllm.model_executor.layers.linear import UnquantizedLinearMethod
         from vllm.model_executor.layers.vocab_parallel_embedding import (
             ParallelLMHead,
             UnquantizedEmbeddingMethod,
@@ -92,6 +100,7 @@ def install() -> None:
         let_threads_run(shm_broadcast)
         pack_experts_again(UnquantizedFusedMoEMethod)
         follow_tied_embedding(ParallelLMHead, UnquantizedEmbeddingMethod)
+        keep_convolution(UnquantizedLinearMethod)
     allow_dense_qwen3_next()
 
 
@@ -315,4 +324,25 @@ def follow_tied_embedding(head_class: type, method_class: type) -> None:
             process(self, layer)
 
     head_class.tie_weights = tie_weights  # type: ignore[attr-defined]
+    method_class.process_weights_after_loading = process_weights_after_loading  # type: ignore[attr-defined]
+
+
+def keep_convolution(method_class: type) -> None:
+    """Have the memory of a convolution before it was packed follow every load, on a CPU.
+
+    Args:
+        method_class: ``UnquantizedLinearMethod``; layers that it packs without keeping their plain
+            weights are left alone.
+    """
+    process: Callable[..., None] = method_class.process_weights_after_loading  # type: ignore[attr-defined]
+    viewed: weakref.WeakKeyDictionary[nn.Module, torch.Tensor] = weakref.WeakKeyDictionary()
+
+    def process_weights_after_loading(self: Any, layer: Any) -> None:
+        before = layer.weight.detach()
+        process(self, layer)
+        plain = getattr(layer, "_cpu_unpacked_conv_weight", None)
+        if plain is not None:
+            memory = viewed.setdefault(layer, before)
+            memory.copy_(plain.view_as(memory))
+
     method_class.process_weights_after_loading = process_weights_after_loading  # type: ignore[attr-defined]

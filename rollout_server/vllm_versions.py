@@ -202,6 +202,7 @@ HOOKS: tuple[Hook, ...] = (
         f"{_RELOAD}.types",
         "LayerReloadingInfo",
         *("restore_metadata", "restore_device", "kernel_tensors", "can_load", "reset"),
+        "loaded_weights",
     ),
     Hook(
         "vllm.model_executor.layers.quantization.base_config",
@@ -232,6 +233,11 @@ HOOKS: tuple[Hook, ...] = (
     Hook(
         "vllm.model_executor.layers.vocab_parallel_embedding",
         "UnquantizedEmbeddingMethod.process_weights_after_loading",
+        ("self", "layer"),
+    ),
+    Hook(
+        "vllm.model_executor.layers.linear",
+        "UnquantizedLinearMethod.process_weights_after_loading",
         ("self", "layer"),
     ),
 )

@@ -167,6 +167,34 @@ def test_vllms_tied_lm_head_keeps_the_first_weights_on_a_cpu_and_ours_follows() 
         torch.testing.assert_close(*logits(ours[0], ours[1](), tied), rtol=1e-4, atol=1e-4)
 
 
+def test_vllms_convolution_keeps_the_first_weights_on_a_cpu_and_ours_follows() -> None:
+    """The first half fails on a vLLM whose own follows: then the workaround can go."""
+    from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+    from vllm.platforms import current_platform
+
+    if not torch.cpu._is_avx512_bf16_supported():
+        pytest.skip("this CPU's kernel does not pack convolutions")
+    current_platform.import_kernels()
+
+    def pushed(method: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """What the model reads after a second load, and what it should read."""
+        layer = nn.Module()
+        for _ in range(2):
+            weight = torch.randn(64, 1, 4, dtype=torch.bfloat16)
+            layer.weight = nn.Parameter(weight.clone(), requires_grad=False)
+            if not hasattr(layer, "read"):
+                layer.read = layer.weight.view(64, 4)
+            method.process_weights_after_loading(layer)
+        return layer.read, weight.view(64, 4)  # type: ignore[return-value]
+
+    found, expected = pushed(UnquantizedLinearMethod())
+    assert not torch.equal(found, expected)
+    ours = type("Method", (UnquantizedLinearMethod,), {})
+    vllm_patches.keep_convolution(ours)
+    found, expected = pushed(ours())
+    assert torch.equal(found, expected)
+
+
 def test_vllm_waits_without_a_sleep_and_ours_sleeps(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first half fails on a vLLM that waits in another way: then the workaround can go."""
     from vllm.distributed.device_communicators import shm_broadcast
