@@ -221,7 +221,7 @@ def _collate(rows: Sequence[_Row], policy_heads: PolicyHeads, device: torch.devi
         log_z=log_z,
         teacher_known=known,
         sampled_logprobs=logprobs,
-        temperature=torch.tensor([row.sample.temperature for row in rows]),
+        temperature=torch.tensor([row.sample.temperature for row in rows], dtype=torch.float32),
         groups=tuple(row.sample.group for row in rows),
         sampling=tuple(row.sample.sampling for row in rows),
     )

@@ -91,7 +91,7 @@ class Norm(nn.Module):
 
     def __init__(self, size: int, eps: float, offset: float = 0.0) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.full((size,), 1.0 - offset))
+        self.weight = nn.Parameter(torch.full((size,), 1.0 - offset, dtype=torch.float32))
         self.eps, self.offset = eps, offset
 
     def forward(self, x: Tensor) -> Tensor:

@@ -182,6 +182,6 @@ def _start(draft: Draft, fc: nn.Linear, norm: Norm, policy: PolicyCheckpoint, se
             if parameter.ndim == 2:
                 parameter.normal_(0.0, parameter.shape[1] ** -0.5, generator=generator)
         hidden, layers = fc.out_features, fc.in_features // fc.out_features
-        fc.weight.mul_(0.1).add_(torch.eye(hidden).repeat(1, layers) / layers)
+        fc.weight.mul_(0.1).add_(torch.eye(hidden, dtype=torch.float32).repeat(1, layers) / layers)
         offset = 1.0 if policy.config.get("model_type") in _ZERO_CENTRED else 0.0
         norm.weight.copy_(policy.final_norm.float() + offset)

@@ -350,7 +350,7 @@ def ttt_objective(
     flat = row * anchors_a_row + index - 1 - first_anchor
     # So many rows of each step come before the first anchor.
     before = [int((flat < step).sum()) for step in range(steps)]
-    per_step = (torch.tensor(weights) / divisors.cpu()).float()
+    per_step = (torch.tensor(weights, dtype=torch.float32) / divisors.cpu()).float()
     scaled = bool((batch.temperature != 1.0).any())
 
     device = head.device

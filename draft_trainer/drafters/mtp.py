@@ -101,7 +101,7 @@ class Experts(nn.Module):
         self.shape = shape
         self.gate = nn.Linear(hidden_size, shape.count, bias=False)
         # Balances the experts where the policy is trained; no gradient passes through a choice.
-        self.gate.register_buffer(CORRECTION, torch.zeros(shape.count))
+        self.gate.register_buffer(CORRECTION, torch.zeros(shape.count, dtype=torch.float32))
         self.experts = nn.ModuleList(MLP(hidden_size, shape.width) for _ in range(shape.count))
         self.shared_experts = MLP(hidden_size, shape.width * shape.shared)
 

@@ -72,7 +72,8 @@ class TeacherCheck:
         )
         sizes = [len(at) for at in picked]
         temperature = torch.tensor(
-            [each.temperature for each, n in zip(samples, sizes, strict=True) for _ in range(n)]
+            [each.temperature for each, n in zip(samples, sizes, strict=True) for _ in range(n)],
+            dtype=torch.float32,
         )
         tokens = _gathered(samples, picked, "token_ids").long()
         sent = _gathered(samples, picked, "sampled_logits")
@@ -106,7 +107,9 @@ def _rows(sample: Sample, ids: Tensor) -> Tensor:
     _, in_ids = _columns(ids, sample.token_ids.long())
     known = valid & in_ids
     at = (known if bool(known.any()) else valid).nonzero().flatten()
-    return at[torch.linspace(0, len(at) - 1, min(ROWS, len(at))).round().long()]
+    return at[
+        torch.linspace(0, len(at) - 1, min(ROWS, len(at)), dtype=torch.float32).round().long()
+    ]
 
 
 def _columns(ids: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
@@ -129,9 +132,9 @@ def _summed(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Of N rows: log of the sum of exp(y / T), y of the sampled token (NaN: unknown), max |y|."""
     count = len(hidden)
-    log_sum = torch.full((count,), -torch.inf)
-    found = torch.full((count,), torch.nan)
-    largest = torch.zeros(count)
+    log_sum = torch.full((count,), -torch.inf, dtype=torch.float32)
+    found = torch.full((count,), torch.nan, dtype=torch.float32)
+    largest = torch.zeros(count, dtype=torch.float32)
     column, known = _columns(ids, tokens)
     for start in range(0, len(ids), _SLICE):
         part = slice(start, start + _SLICE)

@@ -78,7 +78,7 @@ def step_keys_forward(q: Tensor, later: Sequence[Tensor], out: Tensor, lse: Tens
         The scores of the later keys, float32 [steps, B, R, heads].
     """
     rows = [_with_whole_rows(x) for x in (q, *later)]
-    scores = torch.empty(len(later) // 2, *lse.shape)
+    scores = torch.empty(len(later) // 2, *lse.shape, dtype=torch.float32)
     run("step_keys_forward", *_located(rows), out, lse, scores, *_step_keys(q, later, out))
     return scores
 
@@ -117,7 +117,9 @@ def _causal(
     q: Tensor, k: Tensor, queries: Tensor, keys: Tensor, buffers: int
 ) -> tuple[int | Tensor, ...]:
     """The arguments that both causal kernels end with."""
-    scratch = torch.empty(torch.get_num_threads(), buffers, _BLOCK, keys.shape[1])
+    scratch = torch.empty(
+        torch.get_num_threads(), buffers, _BLOCK, keys.shape[1], dtype=torch.float32
+    )
     group, first = q.shape[2] // k.shape[2], k.shape[1] - q.shape[1]
     heads, rows, size = queries.shape
     return heads, rows, group, size, keys.shape[1], first, scratch
@@ -147,7 +149,7 @@ def _queries(x: Tensor, k: Tensor) -> Tensor:
 def _keys(x: Tensor) -> Tensor:
     """[B, T, kv_heads, D] to float32 [B * kv_heads, T, D], T and D filled up with zeros."""
     batch, length, heads, size = x.shape
-    out = torch.zeros(batch, heads, _filled(length), _filled(size))
+    out = torch.zeros(batch, heads, _filled(length), _filled(size), dtype=torch.float32)
     out[:, :, :length, :size] = x.transpose(1, 2)
     return out.flatten(0, 1)
 

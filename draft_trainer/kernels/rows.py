@@ -45,7 +45,7 @@ def norm_backward(
     size = x.shape[-1]
     grad_x = torch.empty_like(x) if wants[0] else None
     blocks = -(-x.numel() // size // _BLOCK)
-    shares = torch.zeros(blocks, size) if wants[1] else None
+    shares = torch.zeros(blocks, size, dtype=torch.float32) if wants[1] else None
     run("norm_backward", x, weight, grad, scale, grad_x, shares, *_sizes(x))
     return grad_x, None if shares is None else shares.sum(0).to(weight.dtype)
 
@@ -76,7 +76,7 @@ def score_rows(
     """
     steps, rows, vocab = logits.shape
     policy, log_z, inverse_t = policy.contiguous(), log_z.contiguous(), inverse_t.contiguous()
-    scratch = torch.empty(torch.get_num_threads(), 2, vocab)
+    scratch = torch.empty(torch.get_num_threads(), 2, vocab, dtype=torch.float32)
     scores = torch.empty(steps, rows, 4, dtype=torch.float64)
     wide = (logits.dtype == torch.float32, policy.dtype == torch.float32)
     how = (_TARGETS[target], learns, *wide)

@@ -133,7 +133,7 @@ class DraftOptimizer:
             norm: what ``gradient_norm`` returned.
         """
         if norm > self._config.grad_clip:
-            total = torch.tensor(norm)
+            total = torch.tensor(norm, dtype=torch.float32)
             clip_grads_with_norm_(self._parameters.values(), self._config.grad_clip, total)
         for group in self._adam.param_groups:
             group["lr"] = rate

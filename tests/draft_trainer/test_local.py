@@ -89,6 +89,22 @@ def test_it_trains_on_what_the_bridge_captures_and_leaves_nothing(
     trainer.close()
 
 
+def test_a_default_type_of_torch_does_not_matter(
+    model: PreTrainedModel, draft_dir: Path, state: Path
+) -> None:
+    """A loop may set one, and transformers does while it makes a model."""
+    config = {"training": {"batch_tokens": 64}, "economy": {"mode": "always"}}
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with LocalTrainer(draft_dir, config) as trainer, bridge_to(trainer, model) as bridge:
+            feed(bridge, model)
+            assert bridge.stats().accepted == 16
+            with open_channel(trainer.address) as channel:
+                Client(channel).wait_for(lambda found: found.train_steps > 0)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 def test_it_listens_on_a_port_that_is_named(draft_dir: Path, state: Path) -> None:
     with (
         LocalTrainer(draft_dir, {"server": {"port": 0}}) as trainer,

@@ -8,7 +8,7 @@ import pickle
 import random
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 
 import pytest
@@ -94,6 +94,32 @@ def test_modes_of_torch_around_a_sync_do_not_matter(
         deliver(bridge, model, batch((9,), seed=version))
         assert bridge.flush(DEADLINE)
     assert sorted(s.header.policy_version for s in trainer.samples.values()) == [1, 2, 3, 4]
+
+
+@pytest.fixture
+def brain_floats() -> Iterator[None]:
+    """torch makes bfloat16 tensors where no type is named, as loops of bfloat16 policies ask."""
+    torch.set_default_dtype(torch.bfloat16)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def test_a_default_type_of_torch_does_not_matter(
+    brain_floats: None, trainer: FakeTrainer, connect: Connect
+) -> None:
+    """Nor at a token whose number it cannot hold: the last of 260 is 259."""
+    model, data = make_model(), batch((280,))
+    data["loss_mask"][:, :20] = 0
+    logits = logits_of(model, data).float().log_softmax(-1)
+    logprobs = torch.zeros(1, 280, dtype=torch.float32)
+    logprobs[:, 1:] = logits[:, :-1].gather(-1, data["input_ids"][:, 1:, None]).squeeze(-1)
+    bridge = connect(version=1, model=model, modules=ModulePaths(final_norm="model.norm"))
+    with torch.no_grad(), bridge.capture(temperature=1.0) as capture:
+        model.model(input_ids=data["input_ids"], attention_mask=data["attention_mask"])
+        capture.ship(**data, sampled_logprobs=logprobs)
+    assert bridge.flush(DEADLINE)
+    (sample,) = trainer.samples.values()
+    assert torch.equal(sample.sampled_logprobs[20:], logprobs[0, 20:])
 
 
 def pickled(model: torch.nn.Module) -> torch.nn.Module:

@@ -40,7 +40,7 @@ class FrozenEmbedding(nn.Module):
 
     def __init__(self, vocab_size: int, size: int) -> None:
         super().__init__()
-        self.register_buffer("weight", torch.zeros(vocab_size, size))
+        self.register_buffer("weight", torch.zeros(vocab_size, size, dtype=torch.float32))
 
     def forward(self, token_ids: Tensor) -> Tensor:
         """int64 [...] to [..., size]."""
