@@ -242,9 +242,14 @@ class PolicyModules:
         ):
             # ZeRO-3 and FSDP1 leave other shapes behind, or the shape without its memory.
             if is_sharded(weight) or weight.shape != shape or not weight.untyped_storage().nbytes():
-                found = f"{name} {list(weight.shape)}, sharded after the bridge was built"
+                found = (
+                    f"{name} {list(weight.shape)}, sharded or resized after the bridge was built"
+                )
                 expected = f"the whole {list(shape)}"
-                step = "call fully_shard before that; ZeRO-3 and FSDP1 cannot be captured"
+                step = (
+                    "call fully_shard and resize_token_embeddings before that; "
+                    "ZeRO-3 and FSDP1 cannot be captured"
+                )
                 raise RefusedError("model", found, expected, step)
 
     def spec(self, model_name: str) -> pb.PolicySpec:

@@ -73,7 +73,7 @@ def test_what_cannot_be_captured_or_pushed_is_refused_by_name(one_rank: None) ->
     model = tiny_qwen3()
     modules = find_modules(model, ModulePaths())
     fully_shard(model)
-    with pytest.raises(RefusedError, match="sharded after the bridge was built"):
+    with pytest.raises(RefusedError, match="sharded or resized after the bridge was built"):
         PolicyMatrices(modules).snapshot(session_of(modules), 1)
     with pytest.raises(RefusedError, match="fully_shard"):
         find_modules(
