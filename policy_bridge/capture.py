@@ -27,8 +27,8 @@ from policy_bridge.extraction import (
     without_logits,
 )
 from policy_bridge.hooks import ForwardTap
-from policy_bridge.logits import is_sharded
-from policy_bridge.model import PolicyModules
+from policy_bridge.logits import check_width, is_sharded
+from policy_bridge.model import PolicyModules, compiled_whole
 from policy_bridge.outbox import PRIORITIES
 from policy_bridge.selection import Candidate, Spent, bytes_per_token, choose
 from policy_bridge.session import Session
@@ -215,9 +215,14 @@ class Capture:
             return
         try:
             states = self._tap.take()
+            if self._tap.traced:
+                raise compiled_whole(type(self.modules.root).__name__)
             if states is None:
                 found = "no complete forward pass since the last ship"
-                step = "call the model first; set modules.final_norm if the loss is fused"
+                step = (
+                    "call the model first; set modules.final_norm if the loss is fused; compile "
+                    "the layers, not the model"
+                )
                 if self.training:
                     step += "; a pass under no_grad is none in a window with training=True"
                 raise RefusedError("capture.ship", found, "a forward pass through lm_head", step)
@@ -228,6 +233,21 @@ class Capture:
             if len(devices := {str(x.device) for x in (*states.aux, states.final)}) > 1:
                 step = "load the policy without a device_map over several devices"
                 raise RefusedError("model", f"states on {sorted(devices)}", "one device", step)
+            for layer, aux in zip(self.session.aux_layers, states.aux, strict=True):
+                name, width = f"hidden state after {layer} layers", states.final.shape[-1]
+                if aux.shape[-1] != width:
+                    step = "this policy projects its states before lm_head: it cannot be captured"
+                    expected = f"{width}, the input of lm_head"
+                    raise RefusedError(f"size of the {name}", aux.shape[-1], expected, step)
+                if aux.shape != states.final.shape:
+                    step = (
+                        "set modules.final_norm, or run lm_head once on every position "
+                        "(no logits_to_keep, no chunks)"
+                    )
+                    expected = f"{list(states.final.shape)}, as at lm_head"
+                    raise RefusedError(f"shape of the {name}", list(aux.shape), expected, step)
+            if states.logits is not None:
+                check_width(states.logits, self.modules.vocab_size)
             shape = tuple(states.final.shape[:2])
             for name, tensor in (
                 ("input_ids", input_ids),
@@ -238,15 +258,6 @@ class Capture:
                 if tensor is not None and tuple(tensor.shape) != shape:
                     expected = f"the pass's {list(shape)}"
                     raise RefusedError(name, list(tensor.shape), expected, "pass what was run")
-            for layer, aux in zip(self.session.aux_layers, states.aux, strict=True):
-                name, width = f"hidden state after {layer} layers", states.final.shape[-1]
-                if aux.shape[-1] != width:
-                    step = "this policy projects its states before lm_head: it cannot be captured"
-                    expected = f"{width}, the input of lm_head"
-                    raise RefusedError(f"size of the {name}", aux.shape[-1], expected, step)
-                if aux.shape != states.final.shape:
-                    step = "run lm_head on every position (no logits_to_keep)"
-                    raise RefusedError(name, aux.shape, states.final.shape, step)
             if self.moved():
                 # An optimizer step since the sync: these states belong to no announced version.
                 self.counters.shed("policy_moved", len(input_ids), 0)

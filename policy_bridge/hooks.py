@@ -124,6 +124,9 @@ class ForwardTap:
     ``training``: of passes alone that build a graph for backward; ``pick``: makes the logits of
     the pass's tokens from lm_head's output [B, S, V] and token ids [B, S], before the loop can
     write into that output, or None where they are not needed.
+
+    Attributes:
+        traced: the policy is compiled as a whole, and the hooks are in its graph.
     """
 
     def __init__(
@@ -145,6 +148,7 @@ class ForwardTap:
         self._open: dict[int, tuple[torch.Tensor, int]] | None = None
         self._last: ForwardStates | None = None
         self._just_ended = False
+        self.traced = False
 
     def __enter__(self) -> ForwardTap:
         """Raises RefusedError: layers that were compiled with CUDA graphs since they were found."""
@@ -172,8 +176,12 @@ class ForwardTap:
         return states
 
     def _begin(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], _: Any) -> None:
-        self._open = None if self._training and not torch.is_grad_enabled() else {}
         self._just_ended = False
+        if torch.compiler.is_dynamo_compiling():
+            # The graph keeps what it traces here, also after the hooks are gone.
+            self.traced, self._open = True, None
+            return
+        self._open = None if self._training and not torch.is_grad_enabled() else {}
         self._ids = kwargs.get("input_ids", args[0] if args else None)
 
     def _keeper_of(self, layer: int) -> Look:

@@ -112,6 +112,14 @@ class ReturnedLogits:
         return None
 
 
+def check_width(logits: torch.Tensor, vocab_size: int) -> None:
+    """Raise RefusedError unless there is a logit for each row of lm_head's weight."""
+    if logits.shape[-1] != vocab_size:
+        found, expected = f"{logits.shape[-1]} for a token", f"{vocab_size}, the rows of lm_head"
+        step = "turn tensor parallelism of lm_head off; a policy that pads it cannot be captured"
+        raise RefusedError("model.logits", found, expected, step)
+
+
 def check_logits(
     returned: torch.Tensor,
     before: torch.Tensor,
@@ -132,8 +140,9 @@ def check_logits(
         Whether there were finite ones to compare.
 
     Raises:
-        RefusedError: they differ by more than rounding does.
+        RefusedError: they differ by more than rounding does, or there are more or fewer.
     """
+    check_width(returned, before.shape[-1])
     theirs = returned.float()
     finite = theirs.isfinite() & before.isfinite()
     if (rows := finite.all(-1)).any():

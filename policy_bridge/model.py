@@ -52,8 +52,17 @@ def unwrapped(model: nn.Module) -> Iterator[nn.Module]:
         inner = inside.get((name or "") if tuner is None else "model")
 
 
+def compiled_whole(name: str) -> RefusedError:
+    """The refusal of a policy that is compiled together with its layers.
+
+    A compiled graph runs without calling its inner modules, so nothing can be seen there.
+    """
+    step = "compile each decoder layer: for layer in model.model.layers: layer.compile()"
+    found = f"{name} compiled as a whole"
+    return RefusedError("model", found, "compiled layer by layer, or not compiled", step)
+
+
 def _refuse_compiled(path: list[nn.Module]) -> None:
-    # A compiled graph runs without calling its inner modules, so nothing can be seen there.
     for module in path:
         whole = (
             type(module).__name__ == "OptimizedModule"
@@ -61,9 +70,7 @@ def _refuse_compiled(path: list[nn.Module]) -> None:
             or hasattr(module.forward, "_torchdynamo_orig_callable")
         )
         if whole:
-            found = f"{type(module).__name__} compiled as a whole"
-            step = "compile each decoder layer: for layer in model.model.layers: layer.compile()"
-            raise RefusedError("model", found, "compiled layer by layer, or not compiled", step)
+            raise compiled_whole(type(module).__name__)
 
 
 def refuse_cuda_graphs(modules: Sequence[nn.Module]) -> None:

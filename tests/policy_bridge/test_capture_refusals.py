@@ -8,16 +8,18 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.nn import functional
 from torch.optim.optimizer import _global_optimizer_pre_hooks
+from transformers import Qwen3ForCausalLM
 
 from policy_bridge.capture import NullCapture
 from policy_bridge.model import WeightWatch
 from slipstream.errors import RefusedError
 from slipstream.sampling import sampling_of
 
-from .conftest import Connect, batch, deliver, make_model, ship, sync
+from .conftest import VOCAB, Connect, batch, deliver, make_model, ship, sync
 from .doubles import DEADLINE, FakeTrainer
-from .windows import hooks_on
+from .windows import Windows, hooks_on
 
 
 def write_in_place(_: object, args: tuple[torch.Tensor, ...], __: object) -> None:
@@ -151,6 +153,65 @@ def test_closing_the_bridge_ends_a_window_that_was_left_open(
     bridge.close()
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
     assert not trainer.samples
+
+
+def a_shard_of_the_vocabulary(model: Qwen3ForCausalLM) -> None:
+    """As of a tensor-parallel lm_head that returns plain tensors."""
+    weight = model.lm_head.weight
+    model.lm_head.forward = lambda states: functional.linear(states, weight[: VOCAB // 2])
+
+
+def without_padding(model: Qwen3ForCausalLM) -> None:
+    """As of a vocabulary that is padded to a round number, whose model cuts its logits."""
+    model.register_forward_hook(lambda _, __, output: output.logits[..., : VOCAB - 4])
+
+
+@pytest.mark.parametrize(
+    ("change", "width"), [(a_shard_of_the_vocabulary, 32), (without_padding, 60)]
+)
+@pytest.mark.parametrize("training", [False, True])
+def test_logits_of_another_vocabulary_than_lm_heads_turn_capture_off(
+    connect: Connect, change: Callable[[Qwen3ForCausalLM], None], width: int, training: bool
+) -> None:
+    model, data = make_model(), batch((8, 8))
+    change(model)
+    bridge = connect(model=model, version=1)
+    with torch.set_grad_enabled(training), bridge.capture(training=training) as capture:
+        model(data["input_ids"])
+        capture.ship(data["input_ids"], loss_mask=data["loss_mask"])
+    reason = bridge.stats().capture_off_reason
+    assert reason.startswith(f"model.logits: found {width} for a token, expected 64, the rows of")
+    assert isinstance(bridge.capture(), NullCapture)
+
+
+@pytest.mark.parametrize("width", [1, 4, 7])
+def test_an_lm_head_that_is_called_on_parts_is_named(width: int) -> None:
+    model, data = make_model(), batch((8, 8))
+    with Windows(model).open() as capture, torch.no_grad():
+        for part in model.model(data["input_ids"]).last_hidden_state.split(width, 1):
+            model.lm_head(part)
+        with pytest.raises(RefusedError, match=r"shape of the hidden.*final_norm.*no chunks"):
+            capture.ship(**data)
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_a_policy_that_is_compiled_as_a_whole_later_turns_capture_off(
+    connect: Connect, training: bool
+) -> None:
+    torch._dynamo.reset()
+    model, data = make_model(), batch((8, 8))
+    bridge = connect(model=model, version=1)
+    compiled = torch.compile(model, backend="eager")
+    with torch.set_grad_enabled(training), bridge.capture(training=training) as capture:
+        compiled(data["input_ids"])
+        capture.ship(data["input_ids"], loss_mask=data["loss_mask"])
+    assert "Qwen3ForCausalLM compiled as a whole" in bridge.stats().capture_off_reason
+    assert isinstance(bridge.capture(), NullCapture)
+    # Its graph may have been made before: then it calls no hook.
+    with Windows(model).open() as capture, torch.no_grad():
+        compiled(data["input_ids"])
+        with pytest.raises(RefusedError, match="compile"):
+            capture.ship(**data)
 
 
 def test_bad_calls_are_refused_by_field(trainer: FakeTrainer, connect: Connect) -> None:
