@@ -47,13 +47,19 @@ class _Hook:
         return _Hook, (None, self._after)
 
 
-def watch(module: nn.Module, look: Look, *, after: bool = False) -> Callable[[], None]:
-    """Have ``look`` called before (or after) each call of ``module``; returns what ends it."""
+def watch(
+    module: nn.Module, look: Look, *, after: bool = False, first: bool = False
+) -> Callable[[], None]:
+    """Have ``look`` called before (or after) each call of ``module``; returns what ends it.
+
+    ``first``: before the hooks that are on the module already, which may change its result.
+    """
     compiled = module._compiled_call_impl
     if compiled is None:
+        hook = _Hook(look, after)
         if after:
-            return module.register_forward_hook(_Hook(look, after), with_kwargs=True).remove
-        return module.register_forward_pre_hook(_Hook(look, after), with_kwargs=True).remove
+            return module.register_forward_hook(hook, with_kwargs=True, prepend=first).remove
+        return module.register_forward_pre_hook(hook, with_kwargs=True, prepend=first).remove
 
     def call(*args: Any, **kwargs: Any) -> Any:
         if not after:
@@ -160,7 +166,9 @@ class ForwardTap:
         if modules.final_norm is not None:
             self._hooks.callback(watch(modules.final_norm, self._end_at_norm, after=True))
         else:
-            self._hooks.callback(watch(modules.lm_head, self._end_at_head, after=True))
+            # FSDP2 with an output_dtype casts an lm_head's result in a hook: the logits are rounded
+            # as they were before it.
+            self._hooks.callback(watch(modules.lm_head, self._end_at_head, after=True, first=True))
         if self._returned:
             self._hooks.callback(watch(modules.policy, self._keep_returned, after=True))
         return self

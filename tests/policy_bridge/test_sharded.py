@@ -11,7 +11,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import (
+    FullyShardedDataParallel,
+    MixedPrecisionPolicy,
+    fully_shard,
+)
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
@@ -26,6 +30,7 @@ from policy_bridge.session import PolicyMatrices
 from policy_bridge.sync import policy_tensors
 from slipstream.errors import RefusedError
 from slipstream.sampling import LogitForm
+from slipstream.tensors import dtype_from_wire
 from tests.tiny import tiny_qwen3
 
 from .conftest import HIDDEN, VOCAB, Connect, batch, deliver, make_model, ship, sync
@@ -204,6 +209,25 @@ def test_a_rank_without_memory_to_gather_ends_the_sync(
     sync(bridge, 1)
     deliver(bridge, model, batch((9, 7)))
     assert bridge.stats().accepted == 2
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_logits_that_fsdp_casts_are_of_the_type_that_rounded_them(
+    one_rank: None, alone: bool
+) -> None:
+    """As NeMo RL's DTensor worker: float32 weights, bfloat16 products, float32 results."""
+    model, data = make_model(), batch((9, 7))
+    kept = {"param_dtype": torch.bfloat16, "output_dtype": torch.float32}
+    parts = [*model.model.layers, *([model.lm_head] if alone else []), model]
+    for part in parts:
+        fully_shard(part, mp_policy=MixedPrecisionPolicy(**kept))
+    windows = Windows(model)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16), windows.open() as capture:
+        assert model(data["input_ids"]).logits.dtype == torch.float32
+        capture.ship(data["input_ids"], loss_mask=data["loss_mask"])
+    assert len(windows.samples) == 2
+    for sample in windows.samples:
+        assert dtype_from_wire(sample.header.logits_dtype, "logits_dtype") == torch.bfloat16
 
 
 @pytest.mark.parametrize("given", [(), ("logprobs",), ("logprobs", "logits")])
