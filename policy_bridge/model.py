@@ -442,7 +442,8 @@ def _layers(inside: list[nn.Module], path: str) -> tuple[nn.Module, str]:
         if path and path in modules:
             return owner, path
         for known in () if path else _LAYER_PATHS:
-            if isinstance(modules.get(known), nn.ModuleList):
+            # NeMo Automodel's own models have a ModuleDict.
+            if isinstance(modules.get(known), nn.ModuleList | nn.ModuleDict):
                 return owner, known
     model = type(inside[-1]).__name__
     found = path or f"none of {', '.join(_LAYER_PATHS)}"

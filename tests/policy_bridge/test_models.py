@@ -132,6 +132,14 @@ def test_a_policy_compiled_as_a_whole_is_refused_by_name(make: Callable[[], nn.M
         find_modules(make(), ModulePaths())
 
 
+def test_layers_by_name_are_found_as_those_in_a_list() -> None:
+    """As in NeMo Automodel's own models."""
+    model = tiny_qwen3()
+    layers = [*model.model.layers]
+    model.model.layers = nn.ModuleDict({str(n): layer for n, layer in enumerate(layers)})
+    assert list(find_modules(model, ModulePaths()).layers) == layers
+
+
 @pytest.mark.parametrize("in_place", [True, False])
 @pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune"])
 def test_layers_that_replay_cuda_graphs_are_refused_by_name(mode: str, in_place: bool) -> None:
