@@ -6,7 +6,7 @@ import random
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TypeVar, cast
 
@@ -182,6 +182,7 @@ class Capture:
         sampled_logits: torch.Tensor | None = None,
         prompt_lengths: torch.Tensor | Sequence[int] | None = None,
         rollout_versions: torch.Tensor | Sequence[int] | int | None = None,
+        logits_dtype: torch.dtype | None = None,
     ) -> None:
         """Say what the forward pass that has just run was; what is chosen of it goes out.
 
@@ -205,6 +206,8 @@ class Capture:
                 loss mask, which is wrong where that leaves out the beginning of completions.
             rollout_versions: the policy version that sampled each sequence, or all of them. None:
                 the one that the window is of.
+            logits_dtype: in which a loss that is fused with lm_head has its logits. None:
+                autocast's where that is on, else that of the states.
 
         Raises:
             RefusedError: (to ``refuse``) no forward pass to describe, or shapes that do
@@ -265,6 +268,8 @@ class Capture:
             if self.copier_for is not None and not self._recorded:
                 # By the states: weights may be loaded for the pass alone, or offloaded.
                 self.copier = self.copier_for(states.final.device)
+            if logits_dtype is not None and states.logits is None:
+                states = replace(states, logits_dtype=logits_dtype)
             record = Record(
                 states=states,
                 token_ids=self._own(input_ids),

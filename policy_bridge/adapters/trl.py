@@ -58,6 +58,7 @@ class TrlRollouts:
         self._capture: Capture | NullCapture | None = None
         self._rows_left = 0
         self._skip_no_grad = self._hooked = False
+        self._logits_dtype: torch.dtype | None = None
 
     def __call__(self, prompts: list[Any], trainer: Any) -> dict[str, list[Any]]:
         """One completion of each prompt; TRL has repeated those of a group already.
@@ -100,6 +101,8 @@ class TrlRollouts:
         if not self._hooked:
             trainer.model.register_forward_hook(self._after_forward, with_kwargs=True)
             self._hooked = True
+        # TRL then leaves autocast for lm_head.
+        self._logits_dtype = torch.float32 if trainer.args.cast_lm_head_to_fp32 else None
         # With PEFT and a KL term TRL runs the reference, adapters off, through the same module.
         self._skip_no_grad = bool(trainer.beta) and hasattr(trainer.model, "peft_config")
         self._rows_left = rows
@@ -132,6 +135,7 @@ class TrlRollouts:
             loss_mask=kwargs["labels"] != -100,
             # At the trainer's temperature, [B, S-1].
             sampled_logprobs=output.log_probs.detach(),
+            logits_dtype=self._logits_dtype,
         )
         self._rows_left -= len(ids)
         if self._rows_left <= 0:

@@ -25,6 +25,7 @@ from policy_bridge import PolicyBridge
 from policy_bridge.adapters.completions import Completion, CompletionsClient
 from policy_bridge.adapters.trl import TrlRollouts, whole_policy
 from slipstream.client import open_channel
+from slipstream.tensors import dtype_from_wire
 from slipstream.v1 import draft_trainer_pb2 as pb
 from slipstream.v1 import draft_trainer_pb2_grpc as pb_grpc
 from slipstream.v1 import rollout_server_pb2 as rollout_pb
@@ -138,6 +139,32 @@ def test_training_is_the_same_to_the_bit_and_every_sequence_ships_once(
         assert (sample.sampling.top_p, sample.sampling.min_p) == pytest.approx((0.9, 0.02))
         assert sample.sampling.presence_penalty == 0.5
     check_states(untrained, double, [s for s in samples if s.policy_version == 0])
+
+
+@pytest.mark.parametrize(("dtype", "bf16"), [(torch.bfloat16, False), (torch.float32, True)])
+def test_an_lm_head_in_float32_has_a_teacher_in_float32(
+    policy_dir: Path, tmp_path: Path, dtype: torch.dtype, bf16: bool
+) -> None:
+    model = AutoModelForCausalLM.from_pretrained(policy_dir, dtype=dtype)
+    double = FakeTrainer(layers=(2, 4, 7), vocab_ids=torch.arange(128))
+    settings = {**SMALL, "max_steps": 1, "bf16": bf16, "cast_lm_head_to_fp32": True}
+    with (
+        double.serve() as server,
+        open_bridge(model, server.address, (), states_dtype="") as bridge,
+    ):
+        assert bridge.wait_connected(DEADLINE)
+        rollouts = TrlRollouts(bridge, FixedRollouts(), weights=None)
+        grpo_trainer(model, rollouts, tmp_path, any_score, **settings).train()
+        assert bridge.flush(DEADLINE)
+    weight = double.tensors[0]["lm_head.weight"].float()
+    assert len(double.samples) == ROWS
+    for sample in double.samples.values():
+        assert dtype_from_wire(sample.header.logits_dtype, "logits_dtype") == torch.float32
+        logits = sample.final_hidden.float() @ weight.T
+        log_z = (sample.sampled_logits / TEMPERATURE - sample.sampled_logprobs)[1:]
+        masses = ((logits / TEMPERATURE).logsumexp(-1)[:-1] - log_z).exp()
+        kept = sample.loss_mask[1:].bool()
+        torch.testing.assert_close(masses[kept], torch.ones(int(kept.sum())), atol=1e-3, rtol=0)
 
 
 def check_states(
