@@ -378,6 +378,9 @@ def test_prime_rl(rig: Rig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_openrlhf(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     rows, data, asked, ran = some_rows(), padded(some_rows()), [], []
+    policy = make_model()
+    # A router's bias, which a checkpoint has and an optimizer has not.
+    policy.model.layers[1].mlp.register_buffer("e_score_correction_bias", torch.ones(4))
 
     class Server(Completions):
         def answer(self, body: dict[str, Any]) -> tuple[int, list[dict[str, Any]]]:
@@ -395,15 +398,15 @@ def test_openrlhf(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
         actor = remote.__ray_metadata__.modified_class()
         sampling = SimpleNamespace(temperature=TEMPERATURE, top_p=0.9)
         strategy = SimpleNamespace(args=SimpleNamespace(rollout=sampling))
-        actor.init_model_from_pretrained(strategy, make_model, None, engines)
+        actor.init_model_from_pretrained(strategy, lambda: policy, None, engines)
         with connected(actor.bridge) as bridge:
-            rig.check_pushed(0, dict(make_model().state_dict()))
+            rig.check_pushed(0, dict(policy.state_dict()))
             found = actor.forward(data["sequences"], data["mask"], data["attention_mask"])
             assert found.shape == data["mask"].shape
             rig.check(bridge, rows, logits_of(make_model(), rows))
             if engines is not None:
                 actor.broadcast_to_vllm()
-            rig.check_pushed(1, dict(make_model().state_dict()))
+            rig.check_pushed(1, dict(policy.state_dict()))
         sampling = SimpleNamespace(
             **{"temperature": TEMPERATURE, "top_p": 0.9, "top_k": -1, "max_tokens": 16},
             **{"min_tokens": 1, "skip_special_tokens": False, "logprobs": 1},
