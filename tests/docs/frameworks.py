@@ -370,13 +370,16 @@ class GPTModel(nn.Module):
         self.embedding = nn.Embedding(vocab, width)
         self.decoder = nn.Module()
         self.decoder.layers = nn.ModuleList(TransformerLayer(width, n + 1) for n in range(layers))
+        self.decoder.final_layernorm = nn.RMSNorm(width)
         self.output_layer = nn.Linear(width, vocab, bias=False)
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         hidden = self.embedding(input_ids.T)
         for layer in self.decoder.layers:
             hidden = layer(hidden_states=hidden)
-        logits: torch.Tensor = self.output_layer(hidden)
+        hidden = self.decoder.final_layernorm(hidden)
+        # As with ``use_fused_linear_logprobs``: by lm_head's weight, without calling the module.
+        logits = nn.functional.linear(hidden, self.output_layer.weight)
         return logits.transpose(0, 1)
 
 
