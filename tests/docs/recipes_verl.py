@@ -53,11 +53,13 @@ class FSDPEngineWithLMHead(FSDPEngine):
     def forward_step(
         self, micro_batch: dict[str, torch.Tensor], loss_function: object, forward_only: bool
     ) -> tuple[torch.Tensor, dict[str, Any]]:
-        ids, positions = micro_batch["input_ids"], micro_batch["position_ids"]
+        ids, positions = micro_batch["input_ids"], micro_batch["position_ids"].values()
+        if positions.dim() == 2:  # of a policy with images: a row for each section
+            positions = positions[0]
         output = self.module(
             input_ids=ids.values()[None],
             attention_mask=None,
-            position_ids=positions.values()[None],
+            position_ids=positions[None],
             use_cache=False,
         )
         logits = output.logits.squeeze(0) / self.temperature

@@ -65,10 +65,15 @@ def run(title: str, number: int = 1, of: int = 1, **surroundings: object) -> dic
 
 @dataclass
 class Row:
-    """A sequence: its tokens, and how many of them are the prompt."""
+    """A sequence: its tokens, how many of them are the prompt, and which a tool wrote."""
 
     ids: torch.Tensor
     prompt: int
+    tool: tuple[int, ...] = ()
+
+    @property
+    def sampled(self) -> list[bool]:
+        return [at >= self.prompt and at not in self.tool for at in range(len(self.ids))]
 
 
 @dataclass
@@ -89,7 +94,7 @@ class Rig:
         assert len(samples) == len(rows)
         for row, own in zip(rows, logits, strict=True):
             sample = samples[tuple(row.ids.tolist())]
-            assert sample.loss_mask.tolist() == [at >= row.prompt for at in range(len(row.ids))]
+            assert sample.loss_mask.tolist() == row.sampled
             assert sample.temperature == pytest.approx(TEMPERATURE)
             kept = sample.loss_mask[1:].bool()
             picked = own[:-1].gather(-1, row.ids[1:, None])[:, 0]
@@ -212,8 +217,10 @@ def test_trl_async(rig: Rig) -> None:
     assert next(iter(rig.trainer.samples.values())).sampling.top_p == pytest.approx(0.9)
 
 
-def test_verl(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("sections", [1, 4], ids=["text", "images"])
+def test_verl(rig: Rig, sections: int, monkeypatch: pytest.MonkeyPatch) -> None:
     rows, before = some_rows(), logits_of(make_model(), some_rows())
+    rows[1].tool = (7, 8)
     monkeypatch.setenv("SLIPSTREAM_TRAINER", rig.address)
     names = run("verl")
     engine = SimpleNamespace(backend="naive")
@@ -232,10 +239,14 @@ def test_verl(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
         nested = torch.nested.as_nested_tensor([r.ids for r in rows], layout=torch.jagged)
         lengths = nested.offsets().diff().tolist()
         positions = torch.cat([torch.arange(length) for length in lengths])
-        answers = [torch.ones(len(r.ids) - r.prompt, dtype=torch.long) for r in rows]
+        if sections > 1:
+            positions = positions.expand(sections, -1)
+        answers = [torch.tensor(r.sampled[r.prompt :]).long() for r in rows]
         micro_batch = {
             "input_ids": nested,
-            "position_ids": torch.nested.nested_tensor_from_jagged(positions, nested.offsets()),
+            "position_ids": torch.nested.nested_tensor_from_jagged(
+                positions, nested.offsets(), jagged_dim=positions.dim()
+            ),
             "response_mask": torch.nested.as_nested_tensor(answers, layout=torch.jagged),
             "extra_fields": [{"min_global_steps": version} for version in (4, 2, 3)],
         }
