@@ -30,7 +30,7 @@ HOOKS: Sequence[Hook] = (
     (VERL_WORKER, "ActorRolloutRefWorker.init_model", ()),
     ("verl/trainer/ppo/v1/trainer_base.py", "PPOTrainer.get_llm_client", ()),
     ("verl/workers/rollout/llm_server.py", "LLMServerClient.generate",
-     ("request_id", "prompt_ids", "sampling_params")),
+     ("request_id", "prompt_ids", "sampling_params", "image_data", "video_data", "audio_data")),
     (VERL_WORKER, "ActorRolloutRefWorker.compute_log_prob", ("data",)),
     (VERL_WORKER, "ActorRolloutRefWorker.compute_ref_log_prob", ("data",)),
     (VERL_WORKER, "ActorRolloutRefWorker.update_actor", ("data",)),

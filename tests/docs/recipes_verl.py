@@ -119,7 +119,14 @@ class LLMServerClient:
         self.config = config
 
     async def generate(
-        self, request_id: str, *, prompt_ids: list[int], sampling_params: dict[str, Any]
+        self,
+        request_id: str,
+        *,
+        prompt_ids: list[int],
+        sampling_params: dict[str, Any],
+        image_data: list[Any] | None = None,
+        video_data: list[Any] | None = None,
+        audio_data: list[Any] | None = None,
     ) -> TokenOutput:
         raise AssertionError("asks a Ray actor, which never has the weights")
 

@@ -226,7 +226,7 @@ def test_verl(rig: Rig, sections: int, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = SimpleNamespace(backend="naive")
     rollout = SimpleNamespace(
         **{"temperature": TEMPERATURE, "top_p": 0.9, "top_k": -1},
-        **{"response_length": 16, "checkpoint_engine": engine},
+        **{"prompt_length": 8, "response_length": 16, "checkpoint_engine": engine},
     )
     part = SimpleNamespace(rollout=rollout, model=sharded)
     trainer = names["PPOTrainerSync"](SimpleNamespace(actor_rollout_ref=part))
@@ -315,11 +315,14 @@ def ask_through_verl(trainer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     client = cloudpickle.loads(cloudpickle.dumps(trainer.get_llm_client()))
 
     async def ask(times: int) -> Any:
+        named = {"sampling_params": sampling, "priority": 0, "image_data": None}
         for _ in range(times):
-            output = await client.generate(
-                "a", prompt_ids=[1, 2], sampling_params=sampling, priority=0
-            )
+            output = await client.generate("a", prompt_ids=[1, 2], **named)
+        for turn in (20, 30):  # later turns, as long as verl allows and beyond
+            await client.generate("a", prompt_ids=[1] * turn, **named)
         await client.http.aclose()
+        with pytest.raises(ValueError, match="image_data"):
+            await client.generate("a", prompt_ids=[1, 2], **{**named, "image_data": ["one"]})
         return output
 
     with serving(Server) as port:
@@ -329,8 +332,8 @@ def ask_through_verl(trainer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(connections) == 1 and sampling["logprobs"] is True
     assert (output.token_ids, output.log_probs) == ([5, 6], [-1.0, -2.0])
     assert trainer.tag(output) == (4, 5)
-    body, again = asked
-    assert body == again
+    body, again, *turns = asked
+    assert body == again and [turn["max_tokens"] for turn in turns] == [4, 1]
     assert (body["prompt"], body["max_tokens"], body["temperature"]) == ([1, 2], 16, 0.7)
     assert body["logprobs"] == 0 and body["return_token_ids"] is True
 
