@@ -112,7 +112,7 @@ def as_stored(model: nn.Module | None, tensors: dict[str, torch.Tensor]) -> dict
 
     From version 5 on a model has a layer's experts in one tensor, and its checkpoint each by
     itself: until this returns they are held twice. Tensors that need no change are the given ones.
-    So are all of another model's, or by other names.
+    So are all of another model's, by other names, or of a model in FSDP1, which is only pushed.
     """
     # Not imported: where there is a model of transformers, this module is there. Version 4 has no
     # such function.
@@ -120,7 +120,10 @@ def as_stored(model: nn.Module | None, tensors: dict[str, torch.Tensor]) -> dict
     revert = getattr(modeling, "revert_weight_conversion", None)
     if model is None or modeling is None or revert is None:
         return tensors
-    *_, inner = unwrapped(model)
+    try:
+        *_, inner = unwrapped(model)
+    except RefusedError:
+        return tensors
     if not isinstance(inner, modeling.PreTrainedModel):
         return tensors
     # Not by state_dict(): FSDP2's hooks change the state of this rank alone.

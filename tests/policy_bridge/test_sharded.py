@@ -80,10 +80,12 @@ def test_what_cannot_be_captured_or_pushed_is_refused_by_name(one_rank: None) ->
     fully_shard(model)
     with pytest.raises(RefusedError, match="sharded or resized after the bridge was built"):
         PolicyMatrices(modules).snapshot(session_of(modules), 1)
+    gathered = dict(tiny_qwen3().state_dict())
+    flat = FullyShardedDataParallel(tiny_qwen3(), device_id=torch.device("cpu"))
     with pytest.raises(RefusedError, match="fully_shard"):
-        find_modules(
-            FullyShardedDataParallel(tiny_qwen3(), device_id=torch.device("cpu")), ModulePaths()
-        )
+        find_modules(flat, ModulePaths())
+    # What the loop has gathered of it is pushed all the same.
+    assert policy_tensors(gathered, "", flat).keys() == gathered.keys()
     with pytest.raises(RefusedError, match="merge the adapters"):
         policy_tensors(adapted(target_modules=["q_proj"]), "")
 
