@@ -16,11 +16,15 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import httpx
+import pytest
 import torch
 from torch import nn
 
 from tests.docs import recipes_verl
 from tests.docs.recipes_verl import log_probs_of, whole
+
+VLLM_IDLE_SECONDS = 5  # VLLM_HTTP_TIMEOUT_KEEP_ALIVE: then vLLM closes an idle connection
 
 
 def positions_of(attention_mask: torch.Tensor) -> torch.Tensor:
@@ -458,3 +462,25 @@ def modules(loop: types.ModuleType | None = None) -> dict[str, types.ModuleType]
         if folder in made:
             setattr(made[folder], last, module)
     return made
+
+
+def limits_of_clients(monkeypatch: pytest.MonkeyPatch) -> list[httpx.Limits]:
+    """Of every client that a recipe makes from here on."""
+    made: list[httpx.Limits] = []
+
+    class Client(httpx.AsyncClient):
+        def __init__(self, limits: httpx.Limits | None = None, **named: Any) -> None:
+            assert limits is not None, "at most 100 requests at a time"
+            made.append(limits)
+            super().__init__(limits=limits, **named)
+
+    monkeypatch.setattr(httpx, "AsyncClient", Client)
+    return made
+
+
+def check_limits(made: Sequence[httpx.Limits]) -> None:
+    """One client, which keeps no request back and no connection as long as vLLM."""
+    (limits,) = made
+    assert limits.max_connections is limits.max_keepalive_connections is None
+    assert limits.keepalive_expiry is not None
+    assert limits.keepalive_expiry < VLLM_IDLE_SECONDS

@@ -17,7 +17,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import httpx
 import pytest
 import torch
 import torch.distributed as dist
@@ -44,7 +43,6 @@ PAGES = {
 }
 """Of sections that are not in recipes.md."""
 TEMPERATURE = 0.7
-VLLM_IDLE_SECONDS = 5  # VLLM_HTTP_TIMEOUT_KEEP_ALIVE: then vLLM closes an idle connection
 
 
 def section(title: str) -> str:
@@ -273,28 +271,6 @@ def test_verl(rig: Rig, sections: int, monkeypatch: pytest.MonkeyPatch) -> None:
     ask_through_verl(trainer, monkeypatch)
 
 
-def limits_of_clients(monkeypatch: pytest.MonkeyPatch) -> list[httpx.Limits]:
-    """Of every client that a recipe makes from here on."""
-    made: list[httpx.Limits] = []
-
-    class Client(httpx.AsyncClient):
-        def __init__(self, limits: httpx.Limits | None = None, **named: Any) -> None:
-            assert limits is not None, "at most 100 requests at a time"
-            made.append(limits)
-            super().__init__(limits=limits, **named)
-
-    monkeypatch.setattr(httpx, "AsyncClient", Client)
-    return made
-
-
-def check_limits(made: Sequence[httpx.Limits]) -> None:
-    """One client, which keeps no request back and no connection as long as vLLM."""
-    (limits,) = made
-    assert limits.max_connections is limits.max_keepalive_connections is None
-    assert limits.keepalive_expiry is not None
-    assert limits.keepalive_expiry < VLLM_IDLE_SECONDS
-
-
 def ask_through_verl(trainer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from ray import cloudpickle
 
@@ -311,7 +287,10 @@ def ask_through_verl(trainer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
             connections.add(self.client_address[1])
             return 200, [choice([5, 6], [-1.0, -2.0])]
 
-    made, sampling = limits_of_clients(monkeypatch), {"temperature": 0.7, "logprobs": True}
+    made, sampling = (
+        frameworks.limits_of_clients(monkeypatch),
+        {"temperature": 0.7, "logprobs": True},
+    )
     client = cloudpickle.loads(cloudpickle.dumps(trainer.get_llm_client()))
 
     async def ask(times: int) -> Any:
@@ -328,7 +307,7 @@ def ask_through_verl(trainer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     with serving(Server) as port:
         monkeypatch.setenv("SLIPSTREAM_ROLLOUTS", f"http://127.0.0.1:{port}")
         output = asyncio.run(ask(times=2))
-    check_limits(made)
+    frameworks.check_limits(made)
     assert len(connections) == 1 and sampling["logprobs"] is True
     assert (output.token_ids, output.log_probs) == ([5, 6], [-1.0, -2.0])
     assert trainer.tag(output) == (4, 5)
@@ -434,13 +413,13 @@ def test_openrlhf(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
         for method in ("sleep", "wake_up", "pause_generation", "resume_generation"):
             asyncio.run(getattr(engines[0], method)())
 
-    actors, made = ray_of_one_process(monkeypatch), limits_of_clients(monkeypatch)
+    actors, made = ray_of_one_process(monkeypatch), frameworks.limits_of_clients(monkeypatch)
     with serving(Server) as port:
         monkeypatch.setenv("SLIPSTREAM_TRAINER", rig.address)
         monkeypatch.setenv("SLIPSTREAM_ROLLOUTS", f"http://127.0.0.1:{port}")
         monkeypatch.setattr("runpy.run_module", cli)
         run("OpenRLHF")
-    check_limits(made)
+    frameworks.check_limits(made)
     assert ran == [("openrlhf.cli.train_ppo_ray", "__main__")] and actors == ["SlipstreamEngine"]
     assert [body["max_tokens"] for body in asked] == [16, 16]
     assert next(iter(rig.trainer.samples.values())).sampling.top_p == pytest.approx(0.9)
