@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import io
 import logging
 import os
 import signal
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol
@@ -99,10 +101,10 @@ class Serve:
         signalled = stop_signals()
         tune_memory()
         server.start()
-        if sys.stdout is not None:  # closed by the shell: >&-
+        with suppress(OSError):  # A reader that is gone, or a full disk, is no reason to end.
             # In one write: a log line of another thread would come between a line and its end.
             sys.stdout.write(f"{server.ready_line}\n")
-            sys.stdout.flush()
+        _flush_output()
         while not (signalled() or server.died.wait(SIGNAL_SECONDS)):
             pass
         clean = server.stop()
@@ -199,18 +201,19 @@ def parse(argv: Sequence[str] | None = None) -> Any:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command. 0: done; 1: it failed on the way; 2: refused, with the reason on stderr;
     130: interrupted."""
+    _open_output()
     try:
         command: Command = parse(argv)
-        return command.run()
+        status = command.run()
+        sys.stdout.flush()
+        return status
     except RefusedError as error:
         print(f"draft-trainer: {error}", file=sys.stderr)
         return REFUSED
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:
-        # The reader has closed the pipe (| head). Python would try to flush once more at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return FAILED
+        return FAILED  # The reader has closed the pipe (| head).
     except OSError as error:
         print(
             f"draft-trainer: {error}. Next step: see that the folder can be written and the disk "
@@ -218,6 +221,27 @@ def main(argv: Sequence[str] | None = None) -> int:
             file=sys.stderr,
         )
         return FAILED
+    finally:
+        _flush_output()
+
+
+def _flush_output() -> None:
+    """Drops what cannot be printed: Python would try again at exit, with a trace and status 120."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _open_output() -> None:
+    """Let every command print, whatever the shell has given it."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:  # closed by the shell: >&-
+            setattr(sys, name, Path(os.devnull).open("w"))  # noqa: SIM115 (until it ends)
+        elif isinstance(stream, io.TextIOWrapper):
+            # Not every locale has the dashes and lines of the tables.
+            stream.reconfigure(errors="replace")
 
 
 if __name__ == "__main__":

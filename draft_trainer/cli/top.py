@@ -98,8 +98,9 @@ class Top(Connection):
         if not 0.2 <= self.interval <= 60.0:
             raise RefusedError("--interval", self.interval, "0.2 to 60", "choose from that range")
         screen = Console(highlight=False)
-        if not screen.is_terminal:
-            raise RefusedError("stdout", "no terminal", "a terminal", "use draft-trainer status")
+        if not screen.is_terminal or screen.is_dumb_terminal:
+            found = "one that cannot be redrawn (TERM)" if screen.is_terminal else "no terminal"
+            raise RefusedError("stdout", found, "a terminal", "use draft-trainer status")
         with self.trainer() as stub:
             self._live(screen, stub, Seen.of(stub, self.address, self.timeout))
         return 0
@@ -147,7 +148,7 @@ class Events(Connection):
         at_least("--after", self.after, 0)
         for event in self._wanted():
             if self.json:
-                text = json.dumps(as_dict(event), ensure_ascii=False)
+                text = json.dumps(as_dict(event))
             else:
                 text = f"{when(event.time)}  {clean(event.kind):22}{described(event)}".rstrip()
             print(text, flush=True)

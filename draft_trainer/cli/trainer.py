@@ -127,7 +127,7 @@ def as_dict(message: Message) -> dict[str, object]:
 
 def print_json(value: object) -> None:
     """Print it, indented."""
-    print(json.dumps(value, indent=2, ensure_ascii=False))
+    print(json.dumps(value, indent=2))
 
 
 def print_table(rows: Sequence[Sequence[object]]) -> None:

@@ -144,13 +144,16 @@ with Stream(client) as stream:
         assert process.end(signal.SIGINT)[0] == 0
 
 
-def test_serving_needs_no_stdout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A shell's >&- closes it."""
+@pytest.mark.parametrize("full", [False, True])
+def test_serving_needs_no_stdout(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, full: bool
+) -> None:
+    """A shell's >&- closes it; the disk of its file may be full."""
     config = write_config(tmp_path)
     monkeypatch.setattr("slipstream.serving.stop_signals", lambda: lambda: True)
     monkeypatch.setattr("draft_trainer.cli.main.tune_memory", lambda: None)
-    monkeypatch.setattr(sys, "stdout", None)
-    with using_kernels("off"):
+    with using_kernels("off"), Path("/dev/full").open("w") as stdout:
+        monkeypatch.setattr(sys, "stdout", stdout if full else None)
         assert main(["serve", "--config", str(config)]) == 0
 
 

@@ -93,6 +93,33 @@ def test_status_shows_them_on_a_terminal(
     assert any("7 accepted" in line for line in lines)
     assert any("policy_announced" in line and "policy 5" in line for line in lines)
     assert "no terminal" in refused(capsys, "top", "--address", live.address)
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "dumb")
+    assert "cannot be redrawn" in refused(capsys, "top", "--address", live.address)
+
+
+@pytest.mark.parametrize("command", [("status",), ("doctor",), ("--help",)])
+def test_a_reader_that_is_gone_and_a_locale_without_dashes_are_no_traces(
+    live: Live, command: tuple[str, ...]
+) -> None:
+    arguments = command if command == ("--help",) else (*command, "--address", live.address)
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    # As a shell has it: what is printed waits for the end of the program.
+    environment.pop("PYTHONUNBUFFERED", None)
+    gone, stdout = os.pipe()
+    os.close(gone)
+    for target in (stdout, subprocess.PIPE):
+        done = subprocess.run(
+            [*PROGRAM, *arguments],
+            stdout=target,
+            stderr=subprocess.PIPE,
+            env=environment,
+            timeout=DEADLINE,
+            check=False,
+        )
+        assert done.returncode in (0, 1) and done.stderr == b""
+    assert done.stdout.isascii() and done.stdout
+    os.close(stdout)
 
 
 def read_until(descriptor: int, text: str) -> str:
