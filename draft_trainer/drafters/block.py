@@ -7,7 +7,7 @@ mechanism: ``project`` gives queries, keys and values, ``finish`` takes what was
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -43,17 +43,15 @@ class BlockShape:
     num_attention_heads: int
     num_key_value_heads: int
     head_dim: int
-    rms_norm_eps: float
-    rope: Rope
+    rms_norm_eps: float = 1e-5
+    rope: Rope = field(default_factory=Rope)
     qk_norm: bool = False
     qkv_bias: bool = False
     output_gate: bool = False
     zero_centred: bool = False
 
     @classmethod
-    def of(
-        cls, config: Mapping[str, Any], whose: str, rope: Rope, head_dim: int, **switches: bool
-    ) -> BlockShape:
+    def of(cls, config: Mapping[str, Any], whose: str, rope: Rope, **switches: bool) -> BlockShape:
         """From a Hugging Face config.json.
 
         Raises:
@@ -70,8 +68,10 @@ class BlockShape:
             if not fits:
                 next_step = "give a model that vLLM loads"
                 raise RefusedError(f"{whose} config.json {name}", found, expected, next_step)
+        hidden = size_of(config, "hidden_size", whose)
+        head_dim = size_of(config, "head_dim", whose) if config.get("head_dim") else hidden // heads
         return cls(
-            hidden_size=size_of(config, "hidden_size", whose),
+            hidden_size=hidden,
             intermediate_size=size_of(config, "intermediate_size", whose),
             num_attention_heads=heads,
             num_key_value_heads=kv_heads,

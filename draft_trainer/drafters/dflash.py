@@ -104,9 +104,9 @@ class DflashConfig(StoredShape):
             _refuse(NESTED, nested, "an object with mask_token_id and target_layer_ids")
         _refuse.other_values(nested, _FIXED_NESTED, f"{NESTED}.")
         whose = "the draft's"
-        hidden, heads, vocab, depth = (
+        hidden, vocab, depth = (
             size_of(document, name, whose)
-            for name in ("hidden_size", "num_attention_heads", "vocab_size", "num_hidden_layers")
+            for name in ("hidden_size", "vocab_size", "num_hidden_layers")
         )
         for name, only in (("target_hidden_size", hidden), ("draft_vocab_size", vocab)):
             if document.get(name) not in (only, None):
@@ -124,11 +124,7 @@ class DflashConfig(StoredShape):
             target_hidden_size=hidden,
             vocab_size=vocab,
             draft_vocab_size=vocab,
-            block=BlockShape.of(
-                *(document, whose, Rope.from_dict(document)),
-                document.get("head_dim") or hidden // heads,
-                qk_norm=True,
-            ),
+            block=BlockShape.of(document, whose, Rope.from_dict(document), qk_norm=True),
             num_hidden_layers=depth,
             mask_token_id=mask,
             document=dict(document),

@@ -86,12 +86,9 @@ class LmConfig(StoredShape):
             _refuse("model_type", kind, f"one of {[*_LAYERS]}")
         _refuse.other_values(document, _FIXED_VALUES)
         whose = "the draft's"
-        hidden, heads, vocab, depth, width = (
+        vocab, depth, width = (
             size_of(document, name, whose)
-            for name in (
-                *("hidden_size", "num_attention_heads", "vocab_size", "num_hidden_layers"),
-                POLICY_WIDTH,
-            )
+            for name in ("vocab_size", "num_hidden_layers", POLICY_WIDTH)
         )
         token = document.get(PARALLEL_TOKEN)
         if token is not None and not (type(token) is int and 0 <= token < vocab):
@@ -106,10 +103,7 @@ class LmConfig(StoredShape):
             vocab_size=vocab,
             draft_vocab_size=vocab,
             block=BlockShape.of(
-                *(document, whose, Rope.from_dict(document)),
-                document.get("head_dim") or hidden // heads,
-                qk_norm=qk_norm,
-                qkv_bias=qkv_bias,
+                *(document, whose, Rope.from_dict(document)), qk_norm=qk_norm, qkv_bias=qkv_bias
             ),
             num_hidden_layers=depth,
             tied=document.get(TIED, False) is True,

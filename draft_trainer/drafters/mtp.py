@@ -268,22 +268,20 @@ class MtpConfig(StoredShape):
                 _refuse(field, text[field], "1: vLLM's V1 runner runs the first module alone")
         if document.get("quantization_config") is not None:
             _refuse("quantization_config", "one", "none: give the policy as it was trained")
-        hidden, heads = size_of(text, "hidden_size"), size_of(text, "num_attention_heads")
         vocab, layers = size_of(text, "vocab_size"), size_of(text, "num_hidden_layers")
+        if qwen3_next or glm:
+            # Their default is not hidden / heads.
+            size_of(text, "head_dim")
         if glm and text["first_k_dense_replace"] > layers:
             _refuse("first_k_dense_replace", text["first_k_dense_replace"], f"at most {layers}")
         return cls(
             aux_layer_ids=(),
-            target_hidden_size=hidden,
+            target_hidden_size=size_of(text, "hidden_size"),
             vocab_size=vocab,
             draft_vocab_size=vocab,
             family=name,
             block=BlockShape.of(
                 *(text, "the policy's", _rope(text, family)),
-                # For Qwen3-Next, 3.5 and GLM the default is not hidden / heads.
-                size_of(text, "head_dim")
-                if qwen3_next or glm or text.get("head_dim") is not None
-                else hidden // heads,
                 qk_norm=qwen3_next or (glm and text.get("use_qk_norm") is True),
                 qkv_bias=qwen2 or (glm and text.get("attention_bias") is True),
                 output_gate=qwen3_next and text.get("attn_output_gate", True) is True,

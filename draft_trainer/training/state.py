@@ -214,7 +214,8 @@ class StateStore:
             raise _DamagedError("its SHA-256 is not that of its content")
         found = json.loads(facts["belongs_to"])
         for name in sorted(self._belongs_to.keys() | found.keys()):
-            if found.get(name) != self._belongs_to.get(name):
+            # A switch that is off may be one that the version which saved it did not have.
+            if (found.get(name) or None) != (self._belongs_to.get(name) or None):
                 raise _unfit(name, found.get(name), self._belongs_to.get(name), path)
         return TrainingState(tensors, step, json.loads(facts["position"]))
 

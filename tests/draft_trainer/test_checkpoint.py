@@ -35,8 +35,8 @@ _VARIANTS: dict[str, dict[str, Any]] = {
     "full": {"draft_vocab": VOCAB},
     "norms": {"norm_before_fc": True, "norm_before_residual": True, "norm_output": True},
     "fc_norm": {"fc_norm": True, "aux_layer_ids": (0, 7), "sliding_window": 32},
-    "biases": {"attention_bias": True, "mlp_bias": True, "rope": _YARN},
-    "qk_norm": {"qk_norm": True, "attention_bias": True, "rope": Rope(partial=0.5)},
+    "biases": {"qkv_bias": True, "mlp_bias": True, "rope": _YARN},
+    "qk_norm": {"qk_norm": True, "qkv_bias": True, "rope": Rope(partial=0.5)},
     "narrow": {"target_hidden_size": 24, "own_embeddings": True, "rope": Rope(3e5)},
     "own": {"own_embeddings": True, "aux_layer_ids": (3,), "rms_norm_eps": 1e-6},
 }

@@ -66,10 +66,10 @@ _VARIANTS: dict[str, dict[str, Any]] = {
     "both norms before fc": {"norm_before_fc": True, "fc_norm": True, "aux_layer_ids": (2, 5)},
     "narrower than the policy": {"hidden_size": 64, "own_embeddings": True, "fc_norm": True},
     "own embeddings": {"own_embeddings": True},
-    "attention_bias": {"attention_bias": True},
+    "attention_bias": {"qkv_bias": True},
     "mlp_bias": {"mlp_bias": True},
     "qk_norm": {"qk_norm": True},
-    "qk_norm with bias": {"qk_norm": True, "attention_bias": True, "aux_layer_ids": (2, 5)},
+    "qk_norm with bias": {"qk_norm": True, "qkv_bias": True, "aux_layer_ids": (2, 5)},
     "linear": _scaling("linear", factor=3.0),
     "dynamic": _scaling("dynamic", factor=2.0),
     "dynamic with alpha": _scaling("dynamic", factor=2.0, alpha=50.0),
@@ -89,7 +89,7 @@ _VARIANTS: dict[str, dict[str, Any]] = {
     "everything": {
         **{"draft_vocab_size": 96, "norm_before_residual": True, "norm_output": True},
         **{"norm_before_fc": True, "aux_layer_ids": (2, 5)},
-        **{"attention_bias": True, "mlp_bias": True},
+        **{"qkv_bias": True, "mlp_bias": True},
         "rope": Rope(5000.0, "yarn", tuple(sorted(_YARN.items())), partial=0.5),
     },
     # speculators trains with a window unless it is told not to.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from draft_trainer.checkpoints import Refuse, size_of
@@ -68,44 +68,30 @@ _refuse = Refuse("config.json", "use a draft that the trainer can represent")
 
 
 @dataclass(frozen=True, kw_only=True)
-class HeadConfig(DraftShape):
-    """Everything that determines the head's function besides its weights; also see ``DraftShape``.
+class HeadConfig(DraftShape, BlockShape):
+    """Everything that determines the head's function besides its weights.
+
+    ``hidden_size`` is also the width of the embeddings that it takes. With ``qk_norm`` it is of
+    vLLM's Qwen3 class, else of its Llama one, whose o has a bias where q, k and v have one. Beside
+    what it has of both bases:
 
     Attributes:
-        hidden_size: width of the head, and of the embeddings it takes.
-        intermediate_size: width of its MLP.
-        num_attention_heads: query heads.
-        num_key_value_heads: key and value heads; divides the query heads.
-        head_dim: size of one head.
-        rms_norm_eps: epsilon of every RMSNorm.
-        rope: the rotary embedding.
         max_position_embeddings: longest sequence.
         norm_before_residual: the residual is the normed hidden state, not the un-normed one.
         norm_output: what feeds the next step is the output after ``norm``, not before it.
         norm_before_fc: one RMSNorm over the concatenated auxiliary states, before ``fc``.
         fc_norm: an RMSNorm for each auxiliary state, before ``fc`` (after norm_before_fc's).
-        attention_bias: q, k, v and, without ``qk_norm``, o have a bias.
         mlp_bias: gate, up and down have a bias.
-        qk_norm: an RMSNorm for each query and key head (vLLM's Qwen3 class; else its Llama one).
         sliding_window: keys that a query attends to, its own included; None for all before it.
         own_embeddings: the head has its own embeddings instead of the policy's.
     """
 
-    hidden_size: int
-    intermediate_size: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    rms_norm_eps: float = 1e-5
-    rope: Rope = field(default_factory=Rope)
     max_position_embeddings: int = 2048
     norm_before_residual: bool = False
     norm_output: bool = False
     norm_before_fc: bool = False
     fc_norm: bool = False
-    attention_bias: bool = False
     mlp_bias: bool = False
-    qk_norm: bool = False
     sliding_window: int | None = None
     own_embeddings: bool = False
 
@@ -132,21 +118,6 @@ class HeadConfig(DraftShape):
             _refuse(AUX_LAYERS, f"{len(ids)} layers", f"at most {_MOST_LAYERS}")
         if self.qk_norm and self.mlp_bias:
             _refuse("mlp_bias", True, "false: vLLM's Qwen3 drafts have no MLP bias")
-
-    @property
-    def block(self) -> BlockShape:
-        """Its decoder layer, as far as the input's width does not matter."""
-        return BlockShape(
-            hidden_size=self.hidden_size,
-            intermediate_size=self.intermediate_size,
-            num_attention_heads=self.num_attention_heads,
-            num_key_value_heads=self.num_key_value_heads,
-            head_dim=self.head_dim,
-            rms_norm_eps=self.rms_norm_eps,
-            rope=self.rope,
-            qk_norm=self.qk_norm,
-            qkv_bias=self.attention_bias,
-        )
 
     @property
     def max_row_tokens(self) -> int | None:
@@ -204,7 +175,7 @@ class HeadConfig(DraftShape):
             norm_output=_flag(config, "norm_output"),
             norm_before_fc=_flag({**config, **eagle}, "norm_before_fc"),
             fc_norm=_flag(config, "fc_norm"),
-            attention_bias=_flag(config, "attention_bias"),
+            qkv_bias=_flag(config, "attention_bias"),
             mlp_bias=_flag(config, "mlp_bias"),
             qk_norm=known == [ARCHITECTURES["qwen3"]],
             sliding_window=_sliding_window(config),
@@ -228,7 +199,7 @@ class HeadConfig(DraftShape):
             "rms_norm_eps": self.rms_norm_eps,
             "rope_theta": self.rope.theta,
             "rope_parameters": self.rope.to_dict(),
-            "attention_bias": self.attention_bias,
+            "attention_bias": self.qkv_bias,
             "mlp_bias": self.mlp_bias,
             "tie_word_embeddings": False,
             AUX_LAYERS: list(self.aux_layer_ids),

@@ -52,13 +52,13 @@ class DecoderLayer(nn.Module):
 
     def __init__(self, config: HeadConfig) -> None:
         super().__init__()
-        shape, size = config.block, config.hidden_size
-        self.input_layernorm = shape.norm()
-        self.hidden_norm = shape.norm()
-        self.post_attention_layernorm = shape.norm()
+        size = config.hidden_size
+        self.input_layernorm = config.norm()
+        self.hidden_norm = config.norm()
+        self.post_attention_layernorm = config.norm()
         # vLLM's Qwen3 attention has no output bias, whatever attention_bias says.
-        output_bias = config.attention_bias and not config.qk_norm
-        self.self_attn = Attention(shape, 2 * size, output_bias)
+        output_bias = config.qkv_bias and not config.qk_norm
+        self.self_attn = Attention(config, 2 * size, output_bias)
         self.mlp = MLP(size, config.intermediate_size, config.mlp_bias)
 
 
@@ -80,17 +80,17 @@ class Eagle3Head(Draft):
     def __init__(self, config: HeadConfig, draft_vocab_ids: Tensor | None = None) -> None:
         super().__init__(draft_vocab_ids)
         self.config: HeadConfig = config
-        shape, size, target = config.block, config.hidden_size, config.target_hidden_size
+        size, target = config.hidden_size, config.target_hidden_size
         width = len(config.aux_layer_ids) * target
-        self.input_norm = shape.norm(width) if config.norm_before_fc else None
+        self.input_norm = config.norm(width) if config.norm_before_fc else None
         self.fc_norm = (
-            nn.ModuleList(shape.norm(target) for _ in config.aux_layer_ids)
+            nn.ModuleList(config.norm(target) for _ in config.aux_layer_ids)
             if config.fc_norm
             else None
         )
         self.fc = nn.Linear(width, size, bias=False)
         self.midlayer = DecoderLayer(config)
-        self.norm = shape.norm()
+        self.norm = config.norm()
         self.lm_head = nn.Linear(size, config.draft_vocab_size, bias=False)
         self.embed_tokens = (
             FrozenEmbedding(config.vocab_size, size) if config.own_embeddings else None
