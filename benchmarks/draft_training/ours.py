@@ -103,7 +103,7 @@ class Ours:
         return float(outcome.loss.detach())
 
     def batch(self, rows: Tensor) -> Batch:
-        """Looks the embeddings up, as ``collate`` does in every step."""
+        """Looks the embeddings up, as ``batches`` does in every step."""
         case, ids = self.case, self.token_ids[rows]
         every = torch.ones(ids.shape, dtype=torch.bool)
         return Batch(

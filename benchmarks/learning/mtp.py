@@ -28,7 +28,7 @@ from benchmarks.harness import Target, say, spread_text, table
 from draft_trainer.config import TrainingConfig
 from draft_trainer.drafters.acceptance import expected_acceptance
 from draft_trainer.drafters.attention import ttt_attention
-from draft_trainer.drafters.batch import Batch, ahead, collate
+from draft_trainer.drafters.batch import Batch, ahead, batches
 from draft_trainer.drafters.loss import step_weights, ttt_objective, valid_targets
 from draft_trainer.drafters.mtp import MtpHead
 from draft_trainer.drafters.policy import PolicyHeads
@@ -89,7 +89,8 @@ def trained(
     optimizer, schedule = DraftOptimizer(head, config), Schedule(rate, config.warmup_steps)
     for number, samples in enumerate(parts):
         optimizer.clear_gradients()
-        loss(head, collate(samples, heads)).backward()  # type: ignore[no-untyped-call]
+        (batch,) = batches(samples, heads, max_tokens=1 << 30)
+        loss(head, batch).backward()  # type: ignore[no-untyped-call]
         optimizer.step(schedule.rate(number, number), optimizer.gradient_norm())
     return head.to(torch.bfloat16).float()
 

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from draft_trainer.drafters.policy import PolicyHead, PolicyHeads, policy_logits
-from slipstream.errors import RefusedError
 from slipstream.sample import Sample
 from slipstream.v1 import draft_trainer_pb2 as pb
 
@@ -104,19 +103,6 @@ class _Row:
         return self.sample.policy_version, str(self.sample.logits_dtype)
 
 
-def collate(samples: Sequence[Sample], policy_heads: PolicyHeads) -> Batch:
-    """One batch of all sequences in ``samples``; a packed sample becomes a row per segment.
-
-    Args:
-        samples: at least one, all of one policy version.
-        policy_heads: must hold it.
-
-    Raises:
-        RefusedError: the policy version is not held, or there are several.
-    """
-    return _collate([row for sample in samples for row in _segments(sample)], policy_heads, None)
-
-
 def batches(
     samples: Sequence[Sample],
     policy_heads: PolicyHeads,
@@ -172,15 +158,11 @@ def _windows(row: _Row, size: int, steps: int) -> list[_Row]:
 
 
 def _collate(rows: Sequence[_Row], policy_heads: PolicyHeads, device: torch.device | None) -> Batch:
-    policies = sorted({row.policy for row in rows})
-    if len(policies) > 1:
-        raise RefusedError(
-            "policy_version", policies, "one policy a batch", "collate each version separately"
-        )
-    head = policy_heads.on(policies[0][0], device or torch.device("cpu"))
+    """One batch of rows of one policy. Raises RefusedError: its version is not held."""
+    first = rows[0].sample
+    head = policy_heads.on(first.policy_version, device or torch.device("cpu"))
     # A copy out of pages that are locked runs beside the host.
     locked = device is not None and device.type == "cuda"
-    first = rows[0].sample
     size = (len(rows), max(row.size for row in rows))
 
     def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:

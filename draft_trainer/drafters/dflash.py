@@ -136,14 +136,13 @@ class DflashHead(Draft):
 
     Args:
         config: its shape.
-        draft_vocab_ids: None; it proposes every token of the policy.
     """
 
     kind = "dflash"
     lm_head = None
 
-    def __init__(self, config: DflashConfig, draft_vocab_ids: Tensor | None = None) -> None:
-        super().__init__(draft_vocab_ids)
+    def __init__(self, config: DflashConfig) -> None:
+        super().__init__()
         self.config: DflashConfig = config
         shape = config.block
         width = len(config.aux_layer_ids) * config.target_hidden_size

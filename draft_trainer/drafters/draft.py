@@ -17,7 +17,6 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from draft_trainer.drafters.batch import Batch
 from draft_trainer.drafters.block import BlockShape
@@ -88,7 +87,8 @@ class Draft(nn.Module, ABC):
 
     Args:
         draft_vocab_ids: int [draft_vocab], the target id of every draft id; None for the full
-            vocabulary, and where acceptance is never asked for.
+            vocabulary, which is the only one of most mechanisms, and where acceptance is never
+            asked for.
     """
 
     kind: ClassVar[str]
@@ -96,7 +96,7 @@ class Draft(nn.Module, ABC):
     lm_head: nn.Linear | None
     draft_vocab_ids: Tensor | None
 
-    def __init__(self, draft_vocab_ids: Tensor | None) -> None:
+    def __init__(self, draft_vocab_ids: Tensor | None = None) -> None:
         super().__init__()
         self.register_buffer("draft_vocab_ids", draft_vocab_ids, persistent=False)
 
@@ -128,15 +128,6 @@ class Draft(nn.Module, ABC):
         """What the loss takes: the ``normed`` outputs of ``unroll``, and the lm_head's weight."""
         outputs = [self.normed(output) for output in self.unroll(batch, steps, first_anchor)]
         return outputs, self.lm_head_rows(batch.policy).to(outputs[0].dtype)
-
-    def logits(self, output: Tensor, policy: PolicyHead | None = None) -> Tensor:
-        """Draft-vocabulary logits [..., draft_vocab] of an output of ``unroll``.
-
-        Args:
-            output: [..., H].
-            policy: of the version whose lm_head the draft shares; needed where it has none.
-        """
-        return F.linear(self.normed(output), self.lm_head_rows(policy).to(output.dtype))
 
     def lm_head_rows(self, policy: PolicyHead | None) -> Tensor:
         """[draft_vocab, H]: the lm_head's weight, the draft's own or this policy version's."""
@@ -177,7 +168,7 @@ class Checkpoint:
     """A checkpoint as it was read, or as it is to be written.
 
     Attributes:
-        module: makes a draft of a shape and draft-vocabulary ids.
+        module: makes a draft of a shape, and of draft-vocabulary ids where there are any.
         config: the draft's shape.
         tensors: parameters by the draft's own names, in the types that they are stored in; without
             copies of the policy's, which vLLM shares with it and which are never staged.
@@ -188,7 +179,7 @@ class Checkpoint:
         as_stored: whether vLLM can load the folder that it was read from as it is.
     """
 
-    module: Callable[[Any, Tensor | None], Draft]
+    module: Callable[..., Draft]
     config: DraftShape
     tensors: dict[str, Tensor]
     d2t: Tensor | None
@@ -199,11 +190,11 @@ class Checkpoint:
 
     def draft(self) -> Draft:
         """The draft in float32."""
-        ids = None if self.d2t is None else target_ids(self.d2t)
+        ids = () if self.d2t is None else (target_ids(self.d2t),)
         # Random values to start with would be drawn from torch's global generator, which belongs to
         # the policy's training where both share a process.
         with torch.device("meta"):
-            draft = self.module(self.config, ids)
+            draft = self.module(self.config, *ids)
         draft.load_state_dict(
             {
                 name: torch.empty(tensor.shape, dtype=torch.float32, device="cpu").copy_(tensor)

@@ -117,13 +117,12 @@ class DraftLm(Draft):
 
     Args:
         config: its shape.
-        draft_vocab_ids: None; it proposes every token of the policy.
     """
 
     kind = "draft_model"
 
-    def __init__(self, config: LmConfig, draft_vocab_ids: Tensor | None = None) -> None:
-        super().__init__(draft_vocab_ids)
+    def __init__(self, config: LmConfig) -> None:
+        super().__init__()
         self.config: LmConfig = config
         size = config.block.hidden_size
         self.model = nn.ModuleDict(

@@ -322,14 +322,13 @@ class MtpHead(Draft):
 
     Args:
         config: its shape.
-        draft_vocab_ids: None; the head proposes every token of the policy.
     """
 
     kind = "mtp"
     lm_head = None
 
-    def __init__(self, config: MtpConfig, draft_vocab_ids: Tensor | None = None) -> None:
-        super().__init__(draft_vocab_ids)
+    def __init__(self, config: MtpConfig) -> None:
+        super().__init__()
         self.config: MtpConfig = config
         shape, experts = config.block, config.experts
         self.embed_norm, self.hidden_norm = shape.norm(), shape.norm()

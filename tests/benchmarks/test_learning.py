@@ -20,8 +20,8 @@ from benchmarks.learning.__main__ import (
 )
 from benchmarks.learning.moving import Candidate, Course
 from benchmarks.learning.mtp import depth_loss, formulation_targets
-from draft_trainer.drafters.batch import ahead, collate
-from tests.draft_trainer.synthetic import VOCAB, Policy, mtp_head
+from draft_trainer.drafters.batch import ahead
+from tests.draft_trainer.synthetic import VOCAB, Policy, collate, logits_of, mtp_head
 
 SERVED: Any = SimpleNamespace()
 
@@ -31,7 +31,7 @@ def test_the_first_depth_of_the_peers_mtp_objective_is_the_first_step_that_is_se
     batch = collate(policy.samples(3), policy.heads(rows=torch.arange(VOCAB)))
     counted = ahead(batch.loss_mask, 2)
     [output, _] = head.unroll(batch, 2)
-    logits = head.logits(output, batch.policy)[counted]
+    logits = logits_of(head, output, batch.policy)[counted]
     expected = F.cross_entropy(logits, ahead(batch.token_ids, 2)[counted])
     torch.testing.assert_close(depth_loss(head, batch, [1.0]), expected)
     with torch.no_grad():

@@ -6,8 +6,11 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
+from draft_trainer.drafters import Draft, batch
 from draft_trainer.drafters.acceptance import expected_acceptance
+from draft_trainer.drafters.batch import Batch
 from draft_trainer.drafters.dflash import DflashConfig, DflashHead
 from draft_trainer.drafters.draft_model import POLICY_WIDTH, DraftLm, LmConfig
 from draft_trainer.drafters.eagle3.head import Eagle3Head, HeadConfig
@@ -113,6 +116,17 @@ def draft_model_head(seed: int = 0) -> DraftLm:
     document |= {"model_type": "qwen3", "rope_parameters": rope, POLICY_WIDTH: HIDDEN}
     torch.manual_seed(seed)
     return DraftLm(LmConfig.from_dict(document))
+
+
+def collate(samples: Sequence[Sample], heads: PolicyHeads) -> Batch:
+    """One batch of all sequences of samples of one policy version, in their order."""
+    rows = [row for sample in samples for row in batch._segments(sample)]
+    return batch._collate(rows, heads, None)
+
+
+def logits_of(draft: Draft, output: Tensor, policy: PolicyHead | None = None) -> Tensor:
+    """Draft-vocabulary logits [..., draft_vocab] of an output of ``Draft.unroll``, [..., H]."""
+    return F.linear(draft.normed(output), draft.lm_head_rows(policy).to(output.dtype))
 
 
 class Policy:

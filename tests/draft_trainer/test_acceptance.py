@@ -20,13 +20,13 @@ from draft_trainer.drafters.acceptance import (
     truncated,
     visit_probabilities,
 )
-from draft_trainer.drafters.batch import Batch, collate
+from draft_trainer.drafters.batch import Batch
 from draft_trainer.drafters.eagle3.head import Eagle3Head
 from draft_trainer.drafters.loss import valid_targets
 from draft_trainer.training.learner import Learner
 from slipstream.errors import RefusedError
 from slipstream.v1.draft_trainer_pb2 import SamplingParameters
-from tests.draft_trainer.synthetic import VOCAB, Policy, head
+from tests.draft_trainer.synthetic import VOCAB, Policy, collate, head, logits_of
 
 K = 3
 TEMPERATURE = 0.6
@@ -65,7 +65,7 @@ def _simulate(
         with torch.no_grad():
             *_, output = model.unroll(batch, step + 1)
             of_anchors = output[torch.arange(len(chains)), torch.tensor(anchors)]
-            logits = model.logits(of_anchors, batch.policy)
+            logits = logits_of(model, of_anchors, batch.policy)
         q = torch.zeros(len(chains), VOCAB)
         q[:, ids] = (logits / TEMPERATURE).softmax(-1)
         return q

@@ -22,7 +22,7 @@ from draft_trainer.checkpoints import read_policy
 from draft_trainer.cli.main import main as draft_trainer
 from draft_trainer.config import TrainingConfig
 from draft_trainer.drafters import DRAFTERS
-from draft_trainer.drafters.batch import Batch, collate
+from draft_trainer.drafters.batch import Batch
 from draft_trainer.drafters.dflash import Dflash, DflashConfig, DflashHead
 from draft_trainer.drafters.initial import init_dflash
 from draft_trainer.releases.registry import Registry
@@ -35,6 +35,7 @@ from tests.draft_trainer.synthetic import (
     HIDDEN,
     VOCAB,
     Policy,
+    collate,
     dflash_document,
     dflash_head,
     learned,

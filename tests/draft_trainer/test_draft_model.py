@@ -20,13 +20,12 @@ from transformers import (
 
 from draft_trainer.config import TrainingConfig
 from draft_trainer.drafters import DRAFTERS
-from draft_trainer.drafters.batch import collate
 from draft_trainer.drafters.draft_model import DraftModel
 from draft_trainer.releases.registry import Registry
 from draft_trainer.training.learner import Learner
 from slipstream.errors import RefusedError
 from slipstream.v1 import release_pb2
-from tests.draft_trainer.synthetic import HIDDEN, VOCAB, Policy, learned
+from tests.draft_trainer.synthetic import HIDDEN, VOCAB, Policy, collate, learned, logits_of
 
 STEPS, WIDTH = 3, 24
 SIZES = {
@@ -76,7 +75,7 @@ def test_logits_are_transformers(name: str, tmp_path: Path) -> None:
     batch = collate(samples, Policy().heads(rows=torch.arange(VOCAB)))
     theirs = model(input_ids=batch.token_ids, position_ids=batch.positions).logits
     for step, output in enumerate(draft.unroll(batch, STEPS, first_anchor=2)):
-        logits = draft.logits(output)
+        logits = logits_of(draft, output)
         for row, sample in enumerate(samples):
             last = sample.tokens - step - 2
             found = logits[row, : last - 2 + 1]
@@ -104,7 +103,7 @@ def test_parallel_places_are_a_pass_over_masks(
     samples = Policy().samples(2)
     batch = collate(samples, Policy().heads(rows=torch.arange(VOCAB)))
     outputs = list(draft.unroll(batch, STEPS, first_anchor=first_anchor))
-    logits = torch.stack([draft.logits(output) for output in outputs], dim=2)
+    logits = torch.stack([logits_of(draft, output) for output in outputs], dim=2)
     assert logits.shape[1:3] == (batch.token_ids.shape[1] - first_anchor, STEPS)
     found, wanted = [], []
     masks = torch.full((STEPS - 1,), mask)

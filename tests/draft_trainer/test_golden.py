@@ -21,6 +21,7 @@ from draft_trainer.drafters.eagle3.head import Eagle3Head, HeadConfig
 from draft_trainer.drafters.loss import Objective, step_weights, ttt_objective
 from draft_trainer.drafters.policy import PolicyHead
 from draft_trainer.kernels.library import using_kernels
+from tests.draft_trainer.synthetic import logits_of
 
 STEPS = 4
 EPS = 1e-5
@@ -104,7 +105,7 @@ def test_specforge_logits() -> None:
     length = golden["in.input_ids"].shape[1]
     for step, output in enumerate(head.unroll(_batch(golden), STEPS)):
         exists = slice(0, length - 1 - step)
-        _close(head.logits(output)[:, exists], golden[f"step{step}.logits"][:, exists])
+        _close(logits_of(head, output)[:, exists], golden[f"step{step}.logits"][:, exists])
 
 
 def test_specforge_loss_and_gradients() -> None:
@@ -137,7 +138,7 @@ def test_speculators_logits() -> None:
         theirs = golden[f"step{step}.logits"][0]
         for row in range(2):
             start, count = row * (length - 1), length - 1 - step
-            _close(head.logits(output)[row, :count], theirs[start : start + count])
+            _close(logits_of(head, output)[row, :count], theirs[start : start + count])
 
 
 def test_speculators_loss_and_gradients() -> None:

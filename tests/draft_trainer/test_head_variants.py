@@ -25,6 +25,7 @@ from draft_trainer.drafters.eagle3.head import Eagle3Head
 from draft_trainer.drafters.rope import Rope
 from slipstream.errors import RefusedError
 from tests.draft_trainer.dense_head import dense_step
+from tests.draft_trainer.synthetic import logits_of
 
 WIDTH, VOCAB, TOKENS, START = 192, 128, 14, 200
 TOLERANCE = 1e-5
@@ -188,7 +189,7 @@ def test_modules_equal_vllms(served: dict[str, dict[str, Tensor]], folder: Path,
         for step in range(2):
             given = embeds[None, step + 1 : TOKENS - 1 + step]
             output = dense_step(head, hidden, given, inputs["positions"][None] + step)
-            logits, hidden = head.logits(output), head.feedback(output)
+            logits, hidden = logits_of(head, output), head.feedback(output)
             _close(logits[0], theirs[f"logits{step}"][:, columns])
             _close(hidden[0], theirs[f"hidden{step}"])
 
@@ -207,7 +208,7 @@ def test_later_steps_equal_serving_one_chain(name: str) -> None:
         dense = dense_step(head, hidden, embeds[:, 1 : upto + 1], batch.positions[:, :upto])
         _close(output[0, anchor], dense[0, -1])
         hidden = torch.cat([hidden, head.feedback(dense[:, -1:])], dim=1)
-    sum(head.logits(output)[:, : anchor + 1].square().sum() for output in outputs).backward()
+    sum(logits_of(head, output)[:, : anchor + 1].square().sum() for output in outputs).backward()
     for parameter_name, parameter in head.named_parameters():
         assert parameter.grad is not None and parameter.grad.abs().max() > 0, parameter_name
 

@@ -15,7 +15,6 @@ from transformers import AutoModelForCausalLM
 from draft_trainer.cli.main import main as draft_trainer
 from draft_trainer.config import DraftKind, TrainingConfig
 from draft_trainer.drafters import DRAFTERS
-from draft_trainer.drafters.batch import collate
 from draft_trainer.drafters.loss import ttt_objective, valid_targets
 from draft_trainer.drafters.mtp import Mtp, MtpConfig, MtpHead
 from draft_trainer.drafters.policy import PolicyHeads
@@ -31,7 +30,7 @@ from examples.arithmetic_grpo.sampling import solutions
 from slipstream.errors import RefusedError
 from slipstream.v1 import draft_trainer_pb2 as pb
 from slipstream.v1 import release_pb2
-from tests.draft_trainer.synthetic import HIDDEN, QWEN, VOCAB, Policy, learned
+from tests.draft_trainer.synthetic import HIDDEN, QWEN, VOCAB, Policy, collate, learned
 
 STEPS = 3
 MIMO = {

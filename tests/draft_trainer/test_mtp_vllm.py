@@ -16,7 +16,7 @@ from torch import Tensor
 from draft_trainer.drafters.batch import Batch
 from draft_trainer.drafters.mtp import Mtp, MtpConfig, MtpHead
 from draft_trainer.drafters.policy import PolicyHead
-from tests.draft_trainer.synthetic import QWEN
+from tests.draft_trainer.synthetic import QWEN, logits_of
 
 WIDTH, VOCAB, TOKENS, STEPS, ANCHORS = 64, 128, 12, 4, (0, 1, 7)
 TOLERANCE = 1e-5
@@ -146,7 +146,7 @@ def test_steps_equal_vllms(
     policy = cast(PolicyHead, SimpleNamespace(lm_head_rows=inputs["lm_head"]))
     with torch.no_grad():
         for step, output in enumerate(head.unroll(cast(Batch, batch), STEPS, first_anchor)):
-            logits = head.logits(output, policy)
+            logits = logits_of(head, output, policy)
             for number, anchor in enumerate(ANCHORS):
                 if anchor >= first_anchor:
                     at = anchor - first_anchor

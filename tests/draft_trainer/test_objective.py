@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from draft_trainer.drafters.batch import batches, collate
+from draft_trainer.drafters.batch import batches
 from draft_trainer.drafters.loss import METRICS, step_weights, ttt_objective, valid_targets
-from tests.draft_trainer.synthetic import Policy, draft_vocab_ids, head
+from tests.draft_trainer.synthetic import Policy, collate, draft_vocab_ids, head, logits_of
 from tests.draft_trainer.training_process import HEADS
 
 
@@ -63,7 +63,7 @@ def test_loss_and_metrics_equal_a_plain_loop(temperature: float) -> None:
                 p_all = policy.log_probs(sample.token_ids, temperature).exp()
                 for i in range(3, sample.tokens - 2 - step):
                     p = p_all[i + 1 + step, draft_vocab_ids()]
-                    q = (model.logits(outputs[step][b, i]) / temperature).softmax(-1)
+                    q = (logits_of(model, outputs[step][b, i]) / temperature).softmax(-1)
                     best = int(q.argmax())
                     rows.append(
                         [

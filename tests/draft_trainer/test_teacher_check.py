@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from draft_trainer.drafters.batch import collate
 from draft_trainer.drafters.loss import step_weights, ttt_objective, valid_targets
 from draft_trainer.drafters.policy import PolicyHead, PolicyHeads
 from draft_trainer.ingest.teacher import ROWS, TeacherCheck
@@ -22,7 +21,7 @@ from slipstream.sampling import LogitForm
 from slipstream.tensors import dtype_to_wire
 from slipstream.v1 import draft_trainer_pb2 as pb
 from tests.draft_trainer.rig import SPEC, feeding, make_config, rollouts
-from tests.draft_trainer.synthetic import HIDDEN, VOCAB, Policy, draft_vocab_ids
+from tests.draft_trainer.synthetic import HIDDEN, VOCAB, Policy, collate, draft_vocab_ids
 from tests.draft_trainer.synthetic import head as eagle3_head
 
 TOKENS = 32

@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from draft_trainer.drafters.attention import ttt_attention
-from draft_trainer.drafters.batch import collate
-from tests.draft_trainer.synthetic import Policy, head
+from tests.draft_trainer.synthetic import Policy, collate, head
 
 
 def _dense(q: Tensor, k0: Tensor, v0: Tensor, *own: Tensor) -> Tensor:
