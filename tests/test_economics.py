@@ -20,7 +20,6 @@ from draft_trainer.server.web import WebServer
 from slipstream.costs import OFF, Roofline, StepTable, eagle3_shape, hardware, policy_shape
 from slipstream.economics import (
     Loop,
-    Upkeep,
     acceptance_length,
     best_length,
     break_even,
@@ -53,7 +52,7 @@ RATES = (0.8, 0.6, 0.4)
 
 def plan_of(costs: StepTable, **fleet: Any) -> dict[str, Any]:
     """The plan of a loop that only generates, on measured costs."""
-    told = {"costs_source": "by hand", "loop": Loop(0.0), "upkeep": Upkeep()}
+    told = {"costs_source": "by hand", "loop": Loop(0.0), "upkeep": 0.0}
     return make_plan(Fleet(costs=costs, **told, **fleet))
 
 
@@ -209,10 +208,10 @@ def test_drift_that_pays() -> None:
     def seconds(rates: tuple[float, ...]) -> float:
         return 100 / acceptance_length(rates, 3)
 
-    drift = drift_that_pays(seconds, RATES, Upkeep(training_seconds=8, training_share=0.5))
+    drift = drift_that_pays(seconds, RATES, 4.0)
     assert drift is not None
     assert seconds(scaled(RATES, 1 - drift)) == pytest.approx(seconds(RATES) + 4)
-    assert drift_that_pays(seconds, RATES, Upkeep(training_seconds=65)) is None
+    assert drift_that_pays(seconds, RATES, 65.0) is None
 
 
 def test_shapes() -> None:
@@ -370,9 +369,11 @@ def test_plan_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     argv = ["plan", "--step-costs", f"{costs}", "--lengths", f"{lengths}"]
     argv += ["--acceptance", "0.8,0.6,0.4", "--other-seconds", "5"]
     out, page = tmp_path / "plan.json", tmp_path / "plan.html"
-    upkeep = ["--training-seconds", "2", "--frozen-acceptance", "0.5,0.2,0.1"]
+    upkeep = ["--training-seconds", "3", "--training-share", "0.5", "--publish-seconds", "0.5"]
+    upkeep += ["--frozen-acceptance", "0.5,0.2,0.1"]
     assert main([*argv, *upkeep, "--json", f"{out}", "--page", f"{page}"]) == 0
     plan = json.loads(out.read_text())
+    assert plan["inputs"]["upkeep_seconds"] == 2
     arms = {arm["name"]: arm for arm in plan["arms"]}
     assert plan["verdict"] in capsys.readouterr().out
     assert plan["num_speculative_tokens_per_batch_size"] == [[1, 64, 3]]

@@ -103,7 +103,7 @@ class Plan:
     def run(self) -> int:
         """Prints the plan."""
         from draft_trainer.offline.plan import Fleet, make_plan, read_lengths, tables, write_page
-        from slipstream.economics import Loop, Upkeep
+        from slipstream.economics import Loop
 
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
@@ -126,12 +126,9 @@ class Plan:
             frozen_rates=_rates("--frozen-acceptance", self.frozen_acceptance),
             lengths=read_lengths(self.lengths, self.equal_lengths),
             loop=Loop(self.other_seconds, self.lag),
-            upkeep=Upkeep(
-                self.capture_seconds,
-                self.publish_seconds,
-                self.training_seconds,
-                self.training_share,
-            ),
+            upkeep=self.capture_seconds
+            + self.publish_seconds
+            + self.training_seconds * self.training_share,
             engines=self.engines,
             rollouts=self.rollouts or self.requests,
             requests=self.requests,

@@ -21,7 +21,6 @@ from slipstream.costs import OFF, Costs
 from slipstream.economics import (
     Generation,
     Loop,
-    Upkeep,
     acceptance_length,
     best_length,
     break_even,
@@ -50,6 +49,7 @@ class Fleet:
         rates: acceptance by position of the adapted draft, or of the only one.
         frozen_rates: of the draft that would be served unadapted, in the same state of the policy.
         lengths: tokens of completions, one entry each: what a step's are drawn from.
+        upkeep: seconds of a step that adapting the draft costs the loop.
         rollouts: completions of a step on each engine.
         requests: of them at once.
         prompt_tokens: of a request.
@@ -61,7 +61,7 @@ class Fleet:
     rates: Sequence[float]
     lengths: Sequence[float]
     loop: Loop
-    upkeep: Upkeep
+    upkeep: float
     frozen_rates: Sequence[float] | None = None
     engines: int = 1
     rollouts: int = 64
@@ -140,7 +140,7 @@ def make_plan(fleet: Fleet) -> dict[str, Any]:
             **{n: getattr(fleet, n) for n in ("engines", "rollouts", "requests", "prompt_tokens")},
             "other_seconds": fleet.loop.other_seconds,
             "lag": fleet.loop.lag,
-            "upkeep_seconds": fleet.upkeep.seconds,
+            "upkeep_seconds": fleet.upkeep,
             "simulated_steps": fleet.steps,
             "seed": fleet.seed,
         },

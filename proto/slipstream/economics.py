@@ -206,50 +206,22 @@ class Loop:
         return self.other_seconds + mean, mean
 
 
-@dataclass(frozen=True)
-class Upkeep:
-    """What adapting the draft costs an RL step, in seconds of the loop.
-
-    Attributes:
-        capture_seconds: added to the policy's step.
-        publish_seconds: of paused generation.
-        training_seconds: of the trainer.
-        training_share: of a training second that the loop loses: measured where they share devices;
-            where the trainer has its own, their number over the loop's times what such a device
-            earns elsewhere.
-    """
-
-    capture_seconds: float = 0.0
-    publish_seconds: float = 0.0
-    training_seconds: float = 0.0
-    training_share: float = 1.0
-
-    @property
-    def seconds(self) -> float:
-        """In all."""
-        return (
-            self.capture_seconds
-            + self.publish_seconds
-            + self.training_seconds * self.training_share
-        )
-
-
 def drift_that_pays(
     step_seconds: Callable[[Sequence[float]], float],
     rates: Sequence[float],
-    upkeep: Upkeep,
+    upkeep: float,
 ) -> float | None:
     """The share of conditional acceptance that a frozen draft must lose before adapting pays.
 
     Args:
         step_seconds: of a draft with these rates.
         rates: of the adapted draft.
-        upkeep: of adapting it.
+        upkeep: seconds of a step that adapting costs.
 
     Returns:
         In 0..1; None where even a draft that is never accepted costs less than the upkeep.
     """
-    kept = step_seconds(rates) + upkeep.seconds
+    kept = step_seconds(rates) + upkeep
     if step_seconds(scaled(rates, 0.0)) <= kept:
         return None
     low, high = 0.0, 1.0  # lost shares: no gain at low, gain at high
