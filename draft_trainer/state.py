@@ -351,10 +351,6 @@ class Events:
         logger.info("event %d: %s: %s", number, event.kind, described(event))
         self.newest = number
 
-    def published(self, name: str, version: int, reason: str) -> None:
-        """Something was done to the fleet."""
-        self.note(name, draft_version=version, reason=reason)
-
     def since(self, number: int, newest: int = 0) -> list[console_pb2.Event]:
         """Events with a higher number, at most the newest so many (0: all), oldest first.
 

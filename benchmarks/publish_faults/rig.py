@@ -161,7 +161,7 @@ class Rig:
             AssertionError: they did not come to it, or the registry cannot be read.
         """
         registry = Registry(self.root)
-        wanted = {m.draft_version: digest_of_specs(m.tensors) for m in registry.list()}
+        wanted = {v: digest_of_specs(registry.get(v).tensors) for v in registry.versions()}
         deadline = time.monotonic() + PATIENCE
         aim = self.ask("wanted")["wanted"]
         while True:

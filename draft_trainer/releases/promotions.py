@@ -389,7 +389,7 @@ def promote_offline(registry: Registry, version: int, pin: bool) -> None:
         else:
             promotions.on_trial(trial)
         promotions.promote(version, pin)
-        state.events.published("committed", version, "promoted offline")
+        state.events.note("committed", draft_version=version, reason="promoted offline")
 
 
 def roll_back_offline(registry: Registry, reason: str) -> int:
@@ -403,5 +403,5 @@ def roll_back_offline(registry: Registry, reason: str) -> int:
     """
     with registry.writing() as state, state.transaction():
         failed, version = Promotions(state, registry.verify).roll_back()
-        state.events.published("rolled_back_by_hand", failed, reason or "offline")
+        state.events.note("rolled_back_by_hand", draft_version=failed, reason=reason or "offline")
     return version

@@ -487,10 +487,10 @@ class Publisher:
 
     def _record(self, event: str, version: int, reason: str = "") -> None:
         """An event of the transaction under way, counted once that is on disk."""
-        self.promotions.state.events.published(event, version, reason)
+        self.promotions.state.events.note(event, draft_version=version, reason=reason)
         self.promotions.state.after_commit(lambda: self.counters.published(event))
 
     def _note(self, event: str, version: int, reason: str) -> None:
         self.counters.published(event)
-        self.promotions.state.events.published(event, version, reason)
+        self.promotions.state.events.note(event, draft_version=version, reason=reason)
         logger.warning("draft %d, %s: %s", version, event, reason)

@@ -257,8 +257,8 @@ class Reconciler:
         if isinstance(answer, Failure):
             logger.warning("%s %s; next try in %.0f s: %s", address, found.text, wait, answer.text)
             return
-        wanted = publisher.promotions.now.wanted_on(address)
-        publisher.promotions.state.events.published("healed", wanted, f"{address} {found.text}")
+        wanted, text = publisher.promotions.now.wanted_on(address), f"{address} {found.text}"
+        publisher.promotions.state.events.note("healed", draft_version=wanted, reason=text)
         logger.warning("%s was put on draft %d again: it %s", address, wanted, found.text)
 
     def _run(self) -> None:

@@ -213,10 +213,6 @@ class Registry:
         found = (version_of(p.name) for p in self.root.iterdir() if p.is_dir())
         return tuple(sorted(version for version in found if version is not None))
 
-    def list(self) -> list[release_pb2.ReleaseManifest]:
-        """The manifests of all releases, oldest first. Raises RefusedError where one is damaged."""
-        return [self.get(version) for version in self.versions()]
-
     def get(self, version: int) -> release_pb2.ReleaseManifest:
         """One manifest. Raises RefusedError: no such release, or it is not what was released."""
         return read_manifest(self.path(version), version)

@@ -83,7 +83,7 @@ state = State(Path(sys.argv[1]))
 fill(state)
 with state.transaction():
     state.query("DELETE FROM gate_results")
-    state.events.published("healed", 1, "never")
+    state.events.note("healed", draft_version=1, reason="never")
     os.kill(os.getpid(), signal.SIGKILL)
 """
     killed = subprocess.run([sys.executable, "-c", script, str(tmp_path)], check=False)
@@ -103,14 +103,14 @@ def test_one_transaction_is_all_or_nothing_and_seen_when_it_is_on_disk(state: St
     promotions = Promotions(state, lambda version: None)
     with pytest.raises(ZeroDivisionError), state.transaction():
         promotions.intends(1)
-        state.events.published("committed", 1, "")
+        state.events.note("committed", draft_version=1)
         assert promotions.now.intent == 1
         assert state.events.newest == 0
         raise ZeroDivisionError
     assert promotions.now == Promotion(0, 0, (0,)) and state.events.since(0) == []
     with state.transaction():
         promotions.intends(1)
-        state.events.published("committed", 1, "")
+        state.events.note("committed", draft_version=1)
     assert state.events.newest == 1 and promotions.now.intent == 1
 
 
@@ -184,7 +184,7 @@ def test_every_publish_and_gate_outcome_has_an_event(state: State) -> None:
         *("canary_promoted", "canary_undecided", "canary_rolled_back"),
         *("rolled_back_by_hand", "healed"),
     ):
-        state.events.published(name, 1, "")
+        state.events.note(name, draft_version=1)
     for outcome in ("passed", "failed", "not_measured", "write_failed"):
         state.gate_results.add(release_pb2.Verdict(outcome=outcome))
     assert len({event.kind for event in state.events.since(0)}) == 14
@@ -238,7 +238,7 @@ def test_a_full_disk_is_named_changes_nothing_and_passes(state: State) -> None:
         with pytest.raises(RefusedError, match="File too large") as caught:
             promotions.intends(1)
         # A roll back goes on without its event.
-        state.events.published("rolled_back", 1, "why")
+        state.events.note("rolled_back", draft_version=1, reason="why")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         signal.signal(signal.SIGXFSZ, handler)
