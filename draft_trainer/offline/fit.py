@@ -146,7 +146,7 @@ class FitOutput:
         if every == 1:
             self.save(learner, now)
         elif 0 < every <= now.step - self._saved and self._store.free:
-            self._store.write(learner.state_dict(), now.step, self._position(now), timeout=0.0)
+            self._store.write(learner.state_dict(), now.step, self._position(now))
             self._saved = now.step
 
     def save(self, learner: Learner, now: FitProgress) -> None:

@@ -144,7 +144,7 @@ class DraftTrainerService(pb_grpc.DraftTrainerServicer):
         self, request_iterator: AsyncIterator[Framed], context: ServicerContext
     ) -> AsyncIterator[pb.StreamStatesResponse]:
         limits = self.config.server
-        header = (await _first(request_iterator, "header", lambda framed: framed.request)).header
+        header = await _header(request_iterator, lambda framed: framed.request)
         with self.runs.stream(header.session_id, limits.max_streams) as session:
             credit = await self.workers.run(self.ingest.credit_bytes, limits.receive_window_bytes)
             # Nothing is awaited from here until ``drain`` would find the stream.
@@ -179,7 +179,7 @@ class DraftTrainerService(pb_grpc.DraftTrainerServicer):
     async def AnnouncePolicy(
         self, request_iterator: AsyncIterator[pb.AnnouncePolicyRequest], context: ServicerContext
     ) -> pb.AnnouncePolicyResponse:
-        header = (await _first(request_iterator, "header")).header
+        header = await _header(request_iterator)
         run = self.runs.session(header.session_id).run
         chunks = _chunks(self._blocking(request_iterator))
         await self.workers.run(self._announce, run, header, chunks)
@@ -248,7 +248,7 @@ class DraftTrainerService(pb_grpc.DraftTrainerServicer):
     async def ImportRelease(
         self, request_iterator: AsyncIterator[pb.ImportReleaseRequest], context: ServicerContext
     ) -> pb.ImportReleaseResponse:
-        header = (await _first(request_iterator, "header")).header
+        header = await _header(request_iterator)
         check_text("origin", header.origin, MAX_ORIGIN_CHARACTERS)
         chunks = _chunks(self._blocking(request_iterator))
         return await self.workers.run(self.imports.take, header, chunks)
@@ -312,16 +312,14 @@ def check_text(name: str, text: str, most: int) -> None:
         )
 
 
-async def _first(
-    requests: AsyncIterator[Any], kind: str, request_of: Any = lambda item: item
-) -> Any:
-    """The first request of a stream. Raises RefusedError: it is not of ``kind``, or missing."""
+async def _header(requests: AsyncIterator[Any], request_of: Any = lambda item: item) -> Any:
+    """The first request's header. Raises RefusedError: it has none, or there is no request."""
     item = await anext(requests, None)
     request = None if item is None else request_of(item)
     found = request.WhichOneof("kind") if request is not None else "the end of the stream"
-    if found != kind:
-        raise _wrong_kind(kind, found)
-    return request
+    if request is None or found != "header":
+        raise _wrong_kind("header", found)
+    return request.header
 
 
 def _chunks(requests: Iterator[Any]) -> Iterator[tensor_pb2.TensorChunk]:

@@ -82,7 +82,7 @@ class StateStore:
 
     @property
     def free(self) -> bool:
-        """Whether ``write`` would take a state at once."""
+        """Whether no state is being written."""
         return self._thread is None or not self._thread.is_alive()
 
     def write(
@@ -90,23 +90,17 @@ class StateStore:
         tensors: Mapping[str, Tensor],
         step: int,
         position: Facts,
-        timeout: float,
         ready: Callable[[], None] = lambda: None,
-    ) -> bool:
-        """``save`` on a thread of its own, one state at a time; the tensors must not change then.
+    ) -> None:
+        """``save`` on a thread of its own, which is ``free``; the tensors must not change then.
 
         A state that cannot be written is logged as an error and dropped: training goes on.
 
         Args:
             tensors, step, position: see ``save``.
-            timeout: seconds to wait while another state is being written.
             ready: called on that thread; returns when the tensors are whole.
-
-        Returns:
-            False when it was not taken.
         """
-        if not self.wait(timeout):
-            return False
+        assert self.free
         # Daemon: a disk that hangs must not keep the process from ending.
         self._thread = threading.Thread(
             target=self._save,
@@ -115,7 +109,6 @@ class StateStore:
             daemon=True,
         )
         self._thread.start()
-        return True
 
     def wait(self, timeout: float) -> bool:
         """Until the last ``write`` is done; False when that took ``timeout`` seconds."""
@@ -390,12 +383,10 @@ class LearnerStates:
             logger.error("the training state of step %d was not written in time", learner.steps)
             return
         tensors, copied = self._copies.take(learner.tensors, learner.head.device)
-        facts = asdict(position)
-        if copied is None:
-            self._store.write(tensors, learner.steps, facts, _WAIT_S)
-        else:
+        ready = copied.synchronize if copied is not None else lambda: None
+        if copied is not None:
             learner.change_after(copied)
-            self._store.write(tensors, learner.steps, facts, _WAIT_S, copied.synchronize)
+        self._store.write(tensors, learner.steps, asdict(position), ready)
         self._saved_at, self._saved_time = learner.steps, time.monotonic()
 
     def moved(self) -> None:
