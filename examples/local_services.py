@@ -16,6 +16,7 @@ import torch
 from examples.arithmetic_grpo.processes import Service, free_port
 from slipstream.client import open_channel, stage
 from slipstream.errors import refused_from
+from slipstream.tensors import spec_of
 from slipstream.v1 import rollout_server_pb2 as pb
 from slipstream.v1 import rollout_server_pb2_grpc as pb_grpc
 
@@ -163,17 +164,14 @@ class RolloutServer:
         **named: object,
     ) -> pb.StageResult:
         """Stage a "draft" or "policy". Raises RefusedError."""
-        return refused(
-            lambda: stage(
-                self.stub,
-                stage_id=stage_id,
-                kind=pb.STAGE_KIND_DRAFT if kind == "draft" else pb.STAGE_KIND_POLICY,
-                version=version,
-                tensors=tensors,
-                timeout=CALL_SECONDS,
-                **named,  # type: ignore[arg-type]
-            )
+        header = pb.StageHeader(
+            stage_id=stage_id,
+            kind=pb.STAGE_KIND_DRAFT if kind == "draft" else pb.STAGE_KIND_POLICY,
+            version=version,
+            tensors=[spec_of(name, tensor) for name, tensor in tensors.items()],
+            **named,  # type: ignore[arg-type]
         )
+        return refused(lambda: stage(self.stub, header, tensors, timeout=CALL_SECONDS))
 
     def commit(self, *stage_ids: str) -> pb.CommitResponse:
         """Commit. Raises RefusedError."""

@@ -58,20 +58,18 @@ class RolloutFleet:
         Errors by address; empty when all hold it.
         """
         self._drop_all_but(addresses)
-        specs = [spec_of(name, tensor) for name, tensor in tensors.items()]
         external, here = rollout_pb.STAGE_KIND_POLICY_EXTERNAL, rollout_pb.STAGE_KIND_POLICY
+        header = rollout_pb.StageHeader(
+            stage_id=stage_id,
+            kind=external if transfer_update else here,
+            version=version,
+            tensors=[spec_of(name, tensor) for name, tensor in tensors.items()],
+            transfer_update=transfer_update,
+        )
+        seconds = self._config.policy_seconds
 
         def one(stub: rollout_grpc.RolloutServerStub) -> rollout_pb.StageResult:
-            return stage(
-                stub,
-                stage_id=stage_id,
-                kind=external if transfer_update else here,
-                version=version,
-                tensors=tensors,
-                specs=specs,
-                transfer_update=transfer_update,
-                timeout=self._config.policy_seconds,
-            )
+            return stage(stub, header, tensors, timeout=seconds)
 
         return self._each(addresses, one)[1]
 

@@ -113,17 +113,13 @@ class RolloutClient:
             sources: servers from which it fetches what they have; this side sends the rest.
             progress: kept up to date.
         """
+        header = _header(draft, stage_id or draft.stage_id, sources)
         return self._staged(
             draft,
             lambda: stage(
                 self._stub,
-                stage_id=stage_id or draft.stage_id,
-                kind=pb.STAGE_KIND_DRAFT,
-                version=draft.version,
-                tensors=draft.tensors,
-                specs=draft.specs,
-                trained_against_policy_version=draft.trained_against_policy_version,
-                sources=sources,
+                header,
+                draft.tensors,
                 progress=progress,
                 metadata=self._who,
                 timeout=self._config.stage_timeout_s,
@@ -134,14 +130,7 @@ class RolloutClient:
         self, draft: DraftPayload, sources: Sequence[str], progress: Progress
     ) -> pb.StageResult | Failure:
         """The same, from ``sources`` alone; ABORTED: they did not give all of it."""
-        header = pb.StageHeader(
-            stage_id=draft.stage_id,
-            kind=pb.STAGE_KIND_DRAFT,
-            version=draft.version,
-            trained_against_policy_version=draft.trained_against_policy_version,
-            tensors=draft.specs,
-            sources=sources,
-        )
+        header = _header(draft, draft.stage_id, sources)
 
         def ask() -> pb.StageResult | Failure:
             timeout = self._config.stage_timeout_s
@@ -223,6 +212,17 @@ class RolloutClient:
         except (RefusedError, ConnectionError, ValueError) as error:
             # ValueError: grpc's answer to a call on a closed channel.
             return Failure(f"{self.address}: {error}", grpc.StatusCode.UNAVAILABLE)
+
+
+def _header(draft: DraftPayload, stage_id: str, sources: Sequence[str]) -> pb.StageHeader:
+    return pb.StageHeader(
+        stage_id=stage_id,
+        kind=pb.STAGE_KIND_DRAFT,
+        version=draft.version,
+        trained_against_policy_version=draft.trained_against_policy_version,
+        tensors=draft.specs,
+        sources=sources,
+    )
 
 
 def drafts_wanted(state: pb.ServerState) -> bool:

@@ -16,11 +16,10 @@ import torch
 
 from slipstream.errors import RefusedError, clean
 from slipstream.security import NONE, ClientCredentials
-from slipstream.tensors import chunks_of, spec_of
+from slipstream.tensors import chunks_of
 from slipstream.tls import Followed
 from slipstream.v1 import rollout_server_pb2 as pb
 from slipstream.v1 import rollout_server_pb2_grpc as pb_grpc
-from slipstream.v1 import tensor_pb2
 
 MAX_MESSAGE_BYTES = 64 << 20
 """Largest message either side takes: one sample of 2048 tokens at 32 KiB each."""
@@ -167,26 +166,18 @@ class Progress:
 
 def stage(
     stub: pb_grpc.RolloutServerStub,
-    *,
-    stage_id: str,
-    kind: int,
-    version: int,
+    header: pb.StageHeader,
     tensors: Mapping[str, torch.Tensor],
-    specs: Sequence[tensor_pb2.TensorSpec] | None = None,
-    trained_against_policy_version: int | None = None,
-    transfer_update: str = "",
-    sources: Sequence[str] = (),
+    *,
     progress: Progress | None = None,
     metadata: tuple[tuple[str, str], ...] = (),
     timeout: float,
 ) -> pb.StageResult:
-    """Stage ``tensors`` on one rollout server and wait until it holds them.
-
-    Without tensors and with ``transfer_update`` (``StageHeader``), a policy that vLLM's own
-    weight-transfer engine brings.
+    """Stage what ``header`` describes on one rollout server and wait until it holds it.
 
     Args:
-        sources: other servers' control planes, from which it fetches what it lacks.
+        header: with the specs of ``tensors``; or, without any, with ``transfer_update``.
+        tensors: by name.
         progress: kept up to date.
         metadata: of the call.
 
@@ -194,17 +185,6 @@ def stage(
         grpc.RpcError: refused (see ``slipstream.errors``), unreachable or too late.
         RefusedError: the server asks for a tensor that it was not offered.
     """
-    header = pb.StageHeader(
-        stage_id=stage_id,
-        kind=kind,  # type: ignore[arg-type]
-        version=version,
-        trained_against_policy_version=trained_against_policy_version,
-        tensors=specs
-        if specs is not None
-        else [spec_of(name, tensor) for name, tensor in tensors.items()],
-        transfer_update=transfer_update,
-        sources=sources,
-    )
     progress = progress or Progress()
     needed: queue.SimpleQueue[Sequence[str] | None] = queue.SimpleQueue()
 
@@ -233,4 +213,4 @@ def stage(
     finally:
         # Ends gRPC's request thread when the call fails before "needed".
         needed.put(None)
-    raise ConnectionError(f"{stage_id}: the server ended the stage without a result")
+    raise ConnectionError(f"{header.stage_id}: the server ended the stage without a result")

@@ -44,17 +44,13 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
 
 
 def stage_external(live: Live, stage_id: str, version: int, update: str) -> None:
-    refused(
-        lambda: stage(
-            live.stub,
-            stage_id=stage_id,
-            kind=pb.STAGE_KIND_POLICY_EXTERNAL,
-            version=version,
-            tensors={},
-            transfer_update=update,
-            timeout=CALL_SECONDS,
-        )
+    header = pb.StageHeader(
+        stage_id=stage_id,
+        kind=pb.STAGE_KIND_POLICY_EXTERNAL,
+        version=version,
+        transfer_update=update,
     )
+    refused(lambda: stage(live.stub, header, {}, timeout=CALL_SECONDS))
 
 
 def test_policy_and_draft_change_in_one_call_with_one_version(

@@ -23,6 +23,7 @@ from rollout_server.store import ContentStore, WeightSource
 from slipstream.client import TRAINER, open_channel, stage
 from slipstream.security import open_to_all
 from slipstream.serving import LoopThread
+from slipstream.tensors import spec_of
 from slipstream.v1 import rollout_server_pb2 as pb
 from slipstream.v1 import rollout_server_pb2_grpc as pb_grpc
 from tests.draft_trainer.rig import write_draft
@@ -79,14 +80,9 @@ class Plane:
     def _stage(
         self, stage_id: str, kind: int, version: int, tensors: dict[str, torch.Tensor]
     ) -> pb.StageResult:
-        return stage(
-            self.stub,
-            stage_id=stage_id,
-            kind=kind,
-            version=version,
-            tensors=tensors,
-            timeout=SECONDS,
-        )
+        specs = [spec_of(name, tensor) for name, tensor in tensors.items()]
+        header = pb.StageHeader(stage_id=stage_id, kind=kind, version=version, tensors=specs)
+        return stage(self.stub, header, tensors, timeout=SECONDS)
 
     def commit(self, *stage_ids: str) -> pb.ServerState:
         return self.stub.Commit(pb.CommitRequest(stage_ids=stage_ids), timeout=SECONDS).state
@@ -114,15 +110,13 @@ def test_a_policy_that_a_killed_job_left_makes_room_for_the_next(plane: Plane) -
 
 def test_policies_of_a_transfer_engine_do_not_pile_up(plane: Plane) -> None:
     for version in range(MAX_STAGED + 1):
-        stage(
-            plane.stub,
+        header = pb.StageHeader(
             stage_id=f"policy-{version}",
             kind=pb.STAGE_KIND_POLICY_EXTERNAL,
             version=version,
-            tensors={},
             transfer_update=json.dumps({}),
-            timeout=SECONDS,
         )
+        stage(plane.stub, header, {}, timeout=SECONDS)
     assert plane.staged() == [f"policy-{MAX_STAGED}"]
 
 

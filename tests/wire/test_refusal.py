@@ -154,5 +154,5 @@ def test_a_server_that_asks_for_what_it_was_not_offered_is_refused_by_name() -> 
 
     offered = {"w": torch.zeros(2)}
     with pytest.raises(RefusedError) as caught:
-        stage(Asks(), stage_id="s", kind=1, version=1, tensors=offered, timeout=10.0)
+        stage(Asks(), rollout_pb.StageHeader(stage_id="s"), offered, timeout=10.0)
     assert caught.value.field == "needed.names" and caught.value.found.isprintable()
