@@ -103,7 +103,7 @@ class LmConfig(StoredShape):
             vocab_size=vocab,
             draft_vocab_size=vocab,
             block=BlockShape.of(
-                *(document, whose, Rope.from_dict(document)), qk_norm=qk_norm, qkv_bias=qkv_bias
+                document, whose, Rope.from_dict(document), qk_norm=qk_norm, qkv_bias=qkv_bias
             ),
             num_hidden_layers=depth,
             tied=document.get(TIED, False) is True,
