@@ -370,6 +370,8 @@ def _real(program: str, *arguments: str) -> str:
 
 def _end(work: Callable[[], int]) -> NoReturn:
     """The end of a forked process."""
+    # Those of the process before remember what kind of file they were opened on.
+    sys.stdout, sys.stderr = (open(number, "w", closefd=False) for number in (1, 2))  # noqa: SIM115
     status: Any = 1
     try:
         status = work()
