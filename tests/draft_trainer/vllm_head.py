@@ -7,6 +7,7 @@ attention over the one sequence that is given; everything else is vLLM's.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
@@ -172,6 +173,8 @@ class _Plain:
 def main(job: dict[str, object]) -> None:
     """Run every draft of the job and save what came out beside it."""
     torch.accelerator.empty_cache = lambda: None  # as vLLM's CPU worker has it
+    # vLLM collects garbage twice for each model, a second each time among all that it imports.
+    gc.freeze()
     allow_dense_qwen3_next()
     with tempfile.NamedTemporaryFile() as rendezvous:
         init_distributed_environment(1, 0, f"file://{rendezvous.name}", 0, "gloo")
