@@ -72,8 +72,9 @@ def draft_dir() -> Path:
 
 
 # A rank's worker in its engine's process, as on GPUs: a third import of vLLM less for each start.
-# vLLM's servers on CPUs read this variable for nothing else. Servers that the demo, the tutorial
-# and test_process start have a process for each, as users on CPUs have.
+# vLLM's servers on CPUs read this variable for nothing else. These servers are forks of a process
+# that has imported vLLM; those that the demo, the tutorial and test_process start are commands with
+# a process for each, as users on CPUs have.
 ONE_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 
 
@@ -97,7 +98,8 @@ def servers(policy_dir: Path, draft_dir: Path, logs: Path) -> Iterator[Callable[
         # page cache went, and importing vLLM took two minutes.
         options = ("--dtype", "float32", "--num-gpu-blocks-override", "384", *options)
         log = logs / f"server-{len(started)}.log"
-        started.append(Live(log, *options, policy=policy, draft=draft, env=env))
+        forked = env == ONE_PROCESS
+        started.append(Live(log, *options, policy=policy, draft=draft, env=env, forked=forked))
         started[-1].service.start()
         started[-1].service.wait_ready(600)
         return started[-1]

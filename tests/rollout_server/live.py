@@ -16,6 +16,7 @@ from examples.local_services import RolloutServer, refused
 from slipstream.errors import RefusedError
 from slipstream.v1 import rollout_server_pb2 as pb
 from tests.rollout_server.checkpoints import perturbed
+from tests.rollout_server.forked import ForkedService
 from tests.waiting import until
 
 IN_FLIGHT = 32
@@ -31,12 +32,17 @@ def prompts(count: int, seed: int = 0) -> list[list[int]]:
 class Live(RolloutServer):
     """A running server, as tests use it.
 
+    Args:
+        forked: it starts as a fork of a process that has imported vLLM.
+
     Attributes:
         client: of its OpenAI API, for any thread.
     """
 
-    def __init__(self, *args: Any, **named: Any) -> None:
+    def __init__(self, *args: Any, forked: bool = False, **named: Any) -> None:
         super().__init__(*args, **named)
+        if forked:
+            self.service = ForkedService.instead_of(self.service)
         # A connection for each request: the server closes one that was idle for 5 s, and httpcore's
         # pool one that it has just given to another thread, as idle, too old or too many. One
         # client, because each loads the root certificates.

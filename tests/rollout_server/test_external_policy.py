@@ -7,8 +7,6 @@ bytes have arrived, through vLLM's factory and its worker's session.
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import grpc
@@ -18,11 +16,10 @@ from safetensors.torch import save_file
 
 from benchmarks.hot_swap import PEER_BACKEND
 from examples.arithmetic_grpo.processes import ServiceError
-from examples.local_services import CALL_SECONDS, ROOT
+from examples.local_services import CALL_SECONDS
 from slipstream.client import stage
 from slipstream.errors import RefusedError
 from slipstream.v1 import rollout_server_pb2 as pb
-from tests.conftest import ONE_PROCESS
 from tests.rollout_server.checkpoints import load, perturbed
 from tests.rollout_server.live import Live, lasting, prompts, refused, until
 
@@ -30,17 +27,11 @@ pytestmark = pytest.mark.vllm
 
 
 @pytest.fixture(scope="module")
-def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
-    paths = [str(ROOT), str(ROOT / "proto"), os.environ.get("PYTHONPATH", "")]
-    server = Live(
-        tmp_path_factory.mktemp("external") / "log",
-        *("--dtype", "float32", "--num-gpu-blocks-override", "384"),
+def live(serve) -> Live:  # type: ignore[no-untyped-def]
+    return serve(
         *("--weight-transfer-config", json.dumps({"backend": PEER_BACKEND})),
         *("--worker-extension-cls", "benchmarks.hot_swap.file_engine.WorkerExtension"),
-        env=ONE_PROCESS | {"PYTHONPATH": os.pathsep.join(path for path in paths if path)},
     )
-    with server:
-        yield server
 
 
 def stage_external(live: Live, stage_id: str, version: int, update: str) -> None:
