@@ -149,7 +149,7 @@ def test_followers_of_a_service_train_as_one_rank_would(tmp_path: Path) -> None:
 
 
 def test_service_on_two_ranks_trains_waits_and_ends(tmp_path: Path) -> None:
-    config = write_config(tmp_path, training={"rank_timeout_s": 60.0})
+    config = write_config(tmp_path, training={"rank_timeout_s": 30.0})
     with _two_ranks(*PROGRAM[1:], "serve", "--config", str(config)) as ranks:
         assert ranks[0].stdout is not None
         address = ranks[0].stdout.readline().split("grpc=")[1].split()[0]
@@ -160,7 +160,7 @@ def test_service_on_two_ranks_trains_waits_and_ends(tmp_path: Path) -> None:
             steps = train(client, 0).train_steps
         # Nothing to train on for longer than the deadline: rank 1 is told that rank 0 is there.
         with pytest.raises(subprocess.TimeoutExpired):
-            ranks[1].wait(61.0)
+            ranks[1].wait(31.0)
         for rank in ranks:
             rank.send_signal(signal.SIGTERM)
         for rank in ranks:
