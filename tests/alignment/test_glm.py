@@ -16,13 +16,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from draft_trainer.drafters import DRAFTERS
-from examples.arithmetic_grpo import task
-from examples.arithmetic_grpo.make_draft import record as record_states
-from examples.arithmetic_grpo.make_draft import run
+from draft_trainer.drafters import DRAFTERS, Draft
+from draft_trainer.drafters.mtp import CORRECTION
 from examples.arithmetic_grpo.make_mtp import new_head
 from examples.arithmetic_grpo.sampling import held_out_problems, prompt_ids
-from examples.local_services import DRAFT_LENGTH
+from examples.local_services import ARITHMETIC
 from slipstream.v1 import rollout_server_pb2 as pb
 from tests.alignment.test_replay import ROLLOUTS, assert_replay
 from tests.rollout_server.checkpoints import load, perturbed
@@ -71,34 +69,50 @@ def as_glm(policy: Path, out: Path) -> Path:
     return out
 
 
+def glm_head(policy: Path) -> Draft:
+    """The example's MTP head as GLM's, with experts that differ; nothing is trained.
+
+    GLM's attention has no gate: a half stands for it. Three quarters of the MLP's output come from
+    the experts, each with more noise than the one before, and a quarter from the shared expert.
+    """
+    given = DRAFTERS["mtp"].read(ARITHMETIC / "mtp").draft().state_dict()
+    head = new_head(policy, seed=0)
+    torch.manual_seed(0)
+    tensors = head.state_dict()
+    for name, tensor in tensors.items():
+        if "experts" in name:
+            *_, number, part, _ = name.split(".")
+            matrix, share = given[f"layer.mlp.{part}.weight"].float(), 0.25
+            if number != "shared_experts":
+                share = 0.75
+                matrix = matrix + int(number) * matrix.std() * torch.randn(matrix.shape)
+            tensors[name] = share * matrix if part == "down_proj" else matrix
+        elif name.endswith(CORRECTION):
+            tensors[name] = 0.2 * torch.randn(tensor.shape)
+        elif name.endswith("q_proj.weight"):
+            # The queries of each head, then their gate.
+            size = len(given["layer.self_attn.q_norm.weight"])
+            tensors[name] = given[name].unflatten(0, (-1, 2, size))[:, 0].flatten(0, 1)
+        elif name.endswith("o_proj.weight"):
+            tensors[name] = 0.5 * given[name]
+        elif ".mlp." not in name:
+            # Qwen3-Next's norms are centred on 0.
+            tensors[name] = given[name] + (tensor.ndim == 1)
+    head.load_state_dict(tensors)
+    return head
+
+
 @pytest.fixture(scope="module")
 def case(
     serve,  # type: ignore[no-untyped-def]
     policy_dir: Path,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[tuple[Live, Path, Path]]:
-    """A server of a head that was trained for a minute, its policy, and the head."""
+    """A server of ``glm_head``, its policy, and the head."""
     folder = tmp_path_factory.mktemp("glm")
     policy, draft = as_glm(policy_dir, folder / "policy"), folder / "head"
-    (folder / "initial").mkdir()
-    head = new_head(policy, seed=0)
-    torch.manual_seed(0)
-    head.get_buffer("layer.mlp.gate.e_score_correction_bias").normal_(0.0, 0.1)
-    DRAFTERS["mtp"].save(folder / "initial", head, torch.float32)
-    record_states(task, policy, folder / "states", 512, 0, ())
-    options = ("--epochs", 2, "--draft-kind", "mtp", "--draft-length", DRAFT_LENGTH)
-    how = ("--learning-rate", 2e-3, "--batch-tokens", 512)
-    run(
-        "fit",
-        "--draft",
-        folder / "initial",
-        "--states",
-        folder / "states",
-        *options,
-        *how,
-        "--out",
-        draft,
-    )
+    draft.mkdir()
+    DRAFTERS["mtp"].save(draft, glm_head(policy), torch.float32)
     live = serve("--draft-kind", "mtp", policy=policy, draft=draft)
     yield live, policy, draft
     live.stop()
@@ -135,8 +149,8 @@ def test_a_policy_push_of_the_same_weights_changes_nothing(case: tuple[Live, Pat
 def test_replay_predicts_measured_acceptance(
     case: tuple[Live, Path, Path], pushed: bool, tmp_path: Path
 ) -> None:
-    """Of the trained head, after swaps; and after a push of another policy."""
-    live, folder, trained = case
+    """Of the head, after swaps; and after a push of another policy."""
+    live, folder, made = case
     if pushed:
         moved = perturbed(load_file(folder / "model.safetensors"), scale=0.05, seed=3)
         live.stage("policy", "moved", 2, moved)
@@ -144,7 +158,7 @@ def test_replay_predicts_measured_acceptance(
         folder = shutil.copytree(folder, tmp_path / "moved")
         save_file(moved, folder / "model.safetensors", metadata={"format": "pt"})
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    live.swap(SWAPS + 1 + pushed, load(trained))
+    live.swap(SWAPS + 1 + pushed, load(made))
     tokens = [prompt_ids(problem) for problem in held_out_problems(ROLLOUTS)]
-    draft = DRAFTERS["mtp"].read(trained, folder).draft()
+    draft = DRAFTERS["mtp"].read(made, folder).draft()
     assert_replay(live, model, draft, tokens, least=1.3)
