@@ -66,4 +66,4 @@ def test_a_head_is_swapped_and_replayed(
     state = live.stub.GetState(pb.GetStateRequest(read_back=True), timeout=60)
     assert (state.draft_version, state.not_ready) == (3, "")
     model = AutoModelForCausalLM.from_pretrained(policy, dtype=torch.float32).eval()
-    assert_replay(live, model, draft, prompts(512, seed=5), least=1.1)
+    assert_replay(live, model, draft, prompts(160, seed=5), least=1.1)

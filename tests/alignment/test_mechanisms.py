@@ -130,5 +130,5 @@ def replay(case: Case, model: PreTrainedModel, least: float) -> None:
     # the policy goes on to be accepted: its completions end by their length, after many steps.
     endless = {"ignore_eos": True, "max_tokens": 160} if case.kind == "draft_model" else {}
     draft = DRAFTERS[case.kind].read(case.draft, case.policy).draft()
-    some = tokens[: ROLLOUTS // 4] if endless else tokens
+    some = tokens[: 3 * ROLLOUTS // 16] if endless else tokens
     assert_replay(case.live, model, draft, some, least, **endless)
