@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import os
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -92,7 +93,9 @@ def _toml(value: object) -> str:
 def read_toml(path: Path) -> dict[str, object]:
     """The content of a configuration file. Raises RefusedError: no such file, or not TOML."""
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        # A byte order mark is no TOML, but editors on Windows write one.
+        with open(path, encoding="utf-8-sig", opener=_without_waiting) as file:
+            return tomllib.loads(file.read())
     except OSError as error:
         raise RefusedError(
             "--config", f"{path} ({error.strerror})", "a readable TOML file", "check the path"
@@ -101,6 +104,13 @@ def read_toml(path: Path) -> dict[str, object]:
         raise RefusedError(
             "--config", f"{path}: {error}", "valid TOML in UTF-8", "fix that place"
         ) from error
+
+
+def _without_waiting(path: str, flags: int) -> int:
+    """Open it; a pipe that no process writes to is empty, instead of a wait for a writer."""
+    descriptor = os.open(path, flags | os.O_NONBLOCK)
+    os.set_blocking(descriptor, True)
+    return descriptor
 
 
 def parse_config(raw: Mapping[str, object]) -> TrainerConfig:

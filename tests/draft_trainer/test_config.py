@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import re
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from draft_trainer.config_file import changed_keys, load_config, parse_config, shown
+from draft_trainer.config_file import changed_keys, load_config, parse_config, read_toml, shown
 from slipstream.errors import RefusedError
 
 GOOD: dict[str, Any] = {"draft": {"initial": "draft"}}
@@ -118,6 +120,23 @@ def test_missing_file_and_bad_toml(tmp_path: Path) -> None:
     bad.write_text("[server\nport = 1\n")
     with pytest.raises(RefusedError, match="line 1"):
         load_config(bad)
+
+
+def test_a_byte_order_mark_is_read_over(tmp_path: Path) -> None:
+    path = tmp_path / "marked.toml"
+    path.write_text('[draft]\r\ninitial = "d"\r\n', encoding="utf-8-sig")
+    assert read_toml(path) == {"draft": {"initial": "d"}}
+
+
+def test_a_pipe_is_read_to_its_end_and_one_without_a_writer_is_empty(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    assert read_toml(tmp_path / "pipe") == {}
+    reader, writer = os.pipe()  # As bash's <(...).
+    late = threading.Thread(target=lambda: (os.write(writer, b"[draft]"), os.close(writer)))
+    late.start()
+    assert read_toml(Path(f"/dev/fd/{reader}")) == {"draft": {}}
+    late.join()
+    os.close(reader)
 
 
 def test_paths_are_relative_to_the_file(tmp_path: Path) -> None:
