@@ -100,14 +100,17 @@ class Serve:
         server = TrainerServer(config, ranks)
         signalled = stop_signals()
         tune_memory()
-        server.start()
-        with suppress(OSError):  # A reader that is gone, or a full disk, is no reason to end.
-            # In one write: a log line of another thread would come between a line and its end.
-            sys.stdout.write(f"{server.ready_line}\n")
-        _flush_output()
-        while not (signalled() or server.died.wait(SIGNAL_SECONDS)):
-            pass
-        clean = server.stop()
+        try:
+            server.start()
+            with suppress(OSError):  # A reader that is gone, or a full disk, is no reason to end.
+                # In one write: another thread's log line would come between a line and its end.
+                sys.stdout.write(f"{server.ready_line}\n")
+            _flush_output()
+            while not (signalled() or server.died.wait(SIGNAL_SECONDS)):
+                pass
+        finally:
+            # After an error, too: its threads would keep the process and the registry.
+            clean = server.stop()
         if not signalled():
             print(
                 "draft-trainer: training ended with the error above; a restart resumes from the "

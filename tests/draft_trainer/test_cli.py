@@ -23,6 +23,7 @@ import torch
 from draft_trainer.cli.main import main
 from draft_trainer.config import TrainerConfig
 from draft_trainer.kernels.library import using_kernels
+from draft_trainer.releases.reconcile import Reconciler
 from examples.arithmetic_grpo.processes import free_port
 from slipstream.client import open_channel
 from slipstream.v1 import draft_trainer_pb2 as pb
@@ -154,6 +155,29 @@ def test_serving_needs_no_stdout(
     monkeypatch.setattr("draft_trainer.cli.main.tune_memory", lambda: None)
     with using_kernels("off"), Path("/dev/full").open("w") as stdout:
         monkeypatch.setattr(sys, "stdout", stdout if full else None)
+        assert main(["serve", "--config", str(config)]) == 0
+
+
+@pytest.mark.parametrize("error", [OSError("no"), RuntimeError("no thread")])
+def test_an_error_after_the_start_leaves_nothing_running(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    config = write_config(tmp_path)
+    monkeypatch.setattr("slipstream.serving.stop_signals", lambda: lambda: True)
+    monkeypatch.setattr("draft_trainer.cli.main.tune_memory", lambda: None)
+
+    def fail(self: Reconciler) -> None:
+        raise error
+
+    with using_kernels("off"):
+        with monkeypatch.context() as failing:
+            failing.setattr(Reconciler, "start", fail)
+            if isinstance(error, OSError):
+                assert main(["serve", "--config", str(config)]) == 1
+            else:
+                with pytest.raises(RuntimeError, match="no thread"):
+                    main(["serve", "--config", str(config)])
+        # Registry and samples are free again.
         assert main(["serve", "--config", str(config)]) == 0
 
 
