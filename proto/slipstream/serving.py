@@ -108,6 +108,9 @@ class Workers:
                 if not done.cancelled():
                     done.exception()
                 raise
+            finally:
+                # Its exception's traceback leads here: the two would wait for the cyclic collector.
+                del done
 
     async def iterate(self, generator: Generator[T, None, None]) -> AsyncGenerator[T, None]:
         """A generator's items, each computed on one of the threads."""
@@ -261,7 +264,7 @@ class GrpcServer:
                 "a free port, or 0",
                 f"set another {field}, or stop what listens there",
             ) from error
-        return f"{host}:{found}"
+        return join_address(host, found)
 
     def set_serving(self, serving: bool) -> None:
         """Health of the process and of its service."""

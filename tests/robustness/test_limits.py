@@ -295,6 +295,27 @@ def test_a_cancelled_caller_goes_on_when_its_work_has_ended() -> None:
     asyncio.run(main())
 
 
+def test_an_error_of_a_worker_is_freed_without_the_cyclic_collector() -> None:
+    def work() -> None:
+        raise RefusedError("name", "a", "b", "c")
+
+    async def main() -> weakref.ref[RefusedError]:
+        workers = serving.Workers(1, "test")
+        try:
+            await workers.run(work)
+        except RefusedError as error:
+            return weakref.ref(error)
+        finally:
+            workers.close()
+        raise AssertionError("no error")
+
+    gc.disable()
+    try:
+        assert asyncio.run(main())() is None
+    finally:
+        gc.enable()
+
+
 def test_a_long_text_of_the_client_fits_the_trailers() -> None:
     error = RefusedError("name", "n" * 100_000, "≠" * 100_000, "send another one")
     sent = error.to_proto()
