@@ -52,7 +52,6 @@ from draft_trainer.training.learner import Learner
 from draft_trainer.training.loop import TrainingLoop
 from draft_trainer.training.ranks import Ranks
 from draft_trainer.training.state import LearnerStates, head_facts
-from slipstream.errors import RefusedError
 from slipstream.guard import Guard, Limit
 from slipstream.metrics import code_version
 from slipstream.serving import GrpcServer, LoopThread, Workers
@@ -296,7 +295,7 @@ class TrainerServer:
             self.address = self._event_loop.run(self._bind())
             metrics = trainer_registry(self._counters, self._status.read, access.refusals)
             self._web = serve_web(self._status, metrics, access, server.host, server.metrics_port)
-        except RefusedError:
+        except BaseException:
             self._event_loop.run(self._grpc.stop(0.0))
             self._event_loop.close(_STOP_SECONDS)
             self._workers.close()

@@ -169,6 +169,7 @@ class WebServer:
     """
 
     def __init__(self, app: ASGIApp, access: Access, host: str, port: int) -> None:
+        host = host.removeprefix("[").removesuffix("]")
         self._listener = _Listener(socket.AF_INET6 if ":" in host else socket.AF_INET)
         self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

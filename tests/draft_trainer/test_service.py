@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import errno
+import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
+from urllib.request import urlopen
 
 import grpc
 import pytest
@@ -316,6 +318,32 @@ def test_health_and_reflection(tmp_path: Path) -> None:
         answer = next(stub.ServerReflectionInfo(iter([ask]), timeout=10))
         names = {s.name for s in answer.list_services_response.service}
         assert {"slipstream.v1.DraftTrainer", "grpc.health.v1.Health"} <= names
+
+
+@pytest.mark.parametrize("host", ["::1", "[::1]"])
+def test_the_addresses_that_are_printed_can_be_called(tmp_path: Path, host: str) -> None:
+    with socket.socket(socket.AF_INET6) as probe:
+        try:
+            probe.bind(("::1", 0))
+        except OSError as error:
+            pytest.skip(f"no IPv6 here: {error}")
+    with running(make_config(tmp_path, server={"host": host}), train=False) as (server, client):
+        assert client.status().samples_pending == 0
+        with urlopen(f"{server.ready_line.rpartition('web=')[2]}metrics") as answer:
+            assert answer.status == 200
+
+
+def test_a_start_that_fails_leaves_no_thread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    before = set(threading.enumerate())
+    monkeypatch.setattr("draft_trainer.server.app.serve_web", fail)
+    with pytest.raises(RuntimeError, match="new thread"):
+        TrainerServer(make_config(tmp_path))
+    assert [t.name for t in set(threading.enumerate()) - before if t.name == "grpc"] == []
 
 
 def test_a_slow_state_db_stalls_no_call_that_does_without_it(tmp_path: Path) -> None:
