@@ -195,6 +195,8 @@ class Seen:
     past: deque[pb.TrainerStatus] = field(default_factory=lambda: deque(maxlen=600))
     events: Sequence[console.Event] = ()
     error: str = ""
+    answered: float = field(default_factory=time.monotonic)
+    """When ``status`` came, by this process's clock: the trainer's may differ, and be set."""
 
     @classmethod
     def of(cls, stub: pb_grpc.DraftTrainerStub, address: str, timeout: float) -> Seen:
@@ -210,10 +212,11 @@ class Seen:
         try:
             self.past.append(self.status)
             self.status = stub.GetStatus(pb.GetStatusRequest(), timeout=LIVE_TIMEOUT)
+            self.answered = time.monotonic()
             self.ask_events(stub, LIVE_TIMEOUT)
             self.error = ""
         except grpc.RpcError as error:
-            age = time.time() - self.status.time
+            age = time.monotonic() - self.answered
             self.error = (
                 f"no answer for {age:.0f} s, trying again. {explained(error, self.address)}"
             )

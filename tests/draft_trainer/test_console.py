@@ -23,9 +23,12 @@ from pathlib import Path
 import pytest
 
 from draft_trainer.cli.main import main
+from draft_trainer.cli.top import Seen
 from draft_trainer.server.status import WINDOW_SECONDS
 from draft_trainer.training.economy import Decision
 from slipstream.client import open_channel
+from slipstream.v1 import draft_trainer_pb2 as pb
+from slipstream.v1 import draft_trainer_pb2_grpc as pb_grpc
 from tests.draft_trainer.fleet_double import RolloutDouble
 from tests.draft_trainer.rig import Client, make_config, rollouts, running
 from tests.draft_trainer.test_cli import PROGRAM, refused, run, serving, write_config
@@ -163,6 +166,15 @@ def test_top_lives_in_a_terminal_that_changes_its_size(live: Live) -> None:
         process.wait()
         os.close(ours)
         os.close(theirs)
+
+
+def test_seconds_without_an_answer_do_not_depend_on_the_trainers_clock() -> None:
+    yesterday = pb.TrainerStatus(time=time.time() - 86_400)
+    with open_channel("127.0.0.1:1") as channel:
+        seen = Seen("127.0.0.1:1", yesterday)
+        seen.ask(pb_grpc.DraftTrainerStub(channel))
+    waited = re.match(r"no answer for (\d+) s", seen.error)
+    assert waited is not None and int(waited[1]) < 3600, seen.error
 
 
 def get(live: Live, path: str, method: str = "GET", **headers: str) -> tuple[HTTPResponse, bytes]:
