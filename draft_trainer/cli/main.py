@@ -83,6 +83,14 @@ class Serve:
             format="%(asctime)s %(levelname)s %(name)s: %(message)s",
             stream=sys.stderr,
         )
+        try:
+            Path.cwd()
+        except FileNotFoundError as error:
+            # MKL ends the process, and says that a library of torch cannot be loaded.
+            raise RefusedError(
+                *("working directory", "one that was removed", "a folder that is there"),
+                "cd to one, then run it again",
+            ) from error
         config = load_config(self.config, self.set)
         if self.check:
             return _check(config)

@@ -242,6 +242,16 @@ def test_unusable_files(tmp_path: Path, capsys: Capture) -> None:
     assert "draft.registry" in line and "Not a directory" in line
 
 
+def test_a_working_directory_that_was_removed_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    config, gone = write_config(tmp_path), tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    assert "working directory" in refused(capsys, "serve", "--check", "--config", str(config))
+
+
 def test_check_prints_the_whole_configuration_and_what_is_wrong(
     tmp_path: Path, capsys: Capture
 ) -> None:
