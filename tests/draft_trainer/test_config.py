@@ -132,7 +132,12 @@ def test_a_pipe_is_read_to_its_end_and_one_without_a_writer_is_empty(tmp_path: P
     os.mkfifo(tmp_path / "pipe")
     assert read_toml(tmp_path / "pipe") == {}
     reader, writer = os.pipe()  # As bash's <(...).
-    late = threading.Thread(target=lambda: (os.write(writer, b"[draft]"), os.close(writer)))
+
+    def write() -> None:
+        with os.fdopen(writer, "w") as file:
+            file.write("[draft]")
+
+    late = threading.Thread(target=write)
     late.start()
     assert read_toml(Path(f"/dev/fd/{reader}")) == {"draft": {}}
     late.join()
