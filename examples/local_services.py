@@ -19,6 +19,7 @@ from slipstream.errors import refused_from
 from slipstream.tensors import spec_of
 from slipstream.v1 import rollout_server_pb2 as pb
 from slipstream.v1 import rollout_server_pb2_grpc as pb_grpc
+from slipstream.v1 import tensor_pb2
 
 ROOT = Path(__file__).resolve().parents[1]
 ARITHMETIC = ROOT / "examples" / "arithmetic_grpo"
@@ -161,14 +162,17 @@ class RolloutServer:
         stage_id: str,
         version: int,
         tensors: Mapping[str, torch.Tensor],
+        specs: Sequence[tensor_pb2.TensorSpec] | None = None,
         **named: object,
     ) -> pb.StageResult:
-        """Stage a "draft" or "policy". Raises RefusedError."""
+        """Stage a "draft" or "policy"; ``specs``: where they are known. Raises RefusedError."""
+        if specs is None:
+            specs = [spec_of(name, tensor) for name, tensor in tensors.items()]
         header = pb.StageHeader(
             stage_id=stage_id,
             kind=pb.STAGE_KIND_DRAFT if kind == "draft" else pb.STAGE_KIND_POLICY,
             version=version,
-            tensors=[spec_of(name, tensor) for name, tensor in tensors.items()],
+            tensors=specs,
             **named,  # type: ignore[arg-type]
         )
         return refused(lambda: stage(self.stub, header, tensors, timeout=CALL_SECONDS))
