@@ -340,11 +340,8 @@ def probed(record: Record, modules: PolicyModules, temperature: float) -> bool:
     chosen = record.loss_mask.to(final.device, copy=True)
     chosen[:, 0] = False
     places = chosen.flatten().nonzero().flatten()
-    places = places[
-        torch.linspace(
-            0, len(places) - 1, min(PROBED_ROWS, len(places)), dtype=torch.float32
-        ).long()
-    ]
+    count = min(PROBED_ROWS, len(places))
+    places = places[torch.linspace(0, len(places) - 1, count, dtype=torch.float32).long()]
     tokens = record.token_ids.to(final.device).flatten()[places].long()
     tokens = tokens.clamp(0, modules.vocab_size - 1)  # what is out of range is refused later
     before = final[places // columns, places % columns - 1]

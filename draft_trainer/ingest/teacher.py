@@ -107,9 +107,8 @@ def _rows(sample: Sample, ids: Tensor) -> Tensor:
     _, in_ids = _columns(ids, sample.token_ids.long())
     known = valid & in_ids
     at = (known if bool(known.any()) else valid).nonzero().flatten()
-    return at[
-        torch.linspace(0, len(at) - 1, min(ROWS, len(at)), dtype=torch.float32).round().long()
-    ]
+    spread = torch.linspace(0, len(at) - 1, min(ROWS, len(at)), dtype=torch.float32)
+    return at[spread.round().long()]
 
 
 def _columns(ids: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
