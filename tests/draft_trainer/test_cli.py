@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -145,40 +145,42 @@ with Stream(client) as stream:
         assert process.end(signal.SIGINT)[0] == 0
 
 
-@pytest.mark.parametrize("full", [False, True])
-def test_serving_needs_no_stdout(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, full: bool
-) -> None:
-    """A shell's >&- closes it; the disk of its file may be full."""
+@pytest.fixture
+def serve_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], int]]:
+    """``draft-trainer serve`` in this process, which is told to stop as soon as it is ready."""
     config = write_config(tmp_path)
     monkeypatch.setattr("slipstream.serving.stop_signals", lambda: lambda: True)
     monkeypatch.setattr("draft_trainer.cli.main.tune_memory", lambda: None)
-    with using_kernels("off"), Path("/dev/full").open("w") as stdout:
+    with using_kernels("off"):
+        yield lambda: main(["serve", "--config", str(config)])
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_serving_needs_no_stdout(
+    serve_once: Callable[[], int], monkeypatch: pytest.MonkeyPatch, full: bool
+) -> None:
+    """A shell's >&- closes it; the disk of its file may be full."""
+    with Path("/dev/full").open("w") as stdout:
         monkeypatch.setattr(sys, "stdout", stdout if full else None)
-        assert main(["serve", "--config", str(config)]) == 0
+        assert serve_once() == 0
 
 
 @pytest.mark.parametrize("error", [OSError("no"), RuntimeError("no thread")])
 def test_an_error_after_the_start_leaves_nothing_running(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+    serve_once: Callable[[], int], monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
-    config = write_config(tmp_path)
-    monkeypatch.setattr("slipstream.serving.stop_signals", lambda: lambda: True)
-    monkeypatch.setattr("draft_trainer.cli.main.tune_memory", lambda: None)
-
     def fail(self: Reconciler) -> None:
         raise error
 
-    with using_kernels("off"):
-        with monkeypatch.context() as failing:
-            failing.setattr(Reconciler, "start", fail)
-            if isinstance(error, OSError):
-                assert main(["serve", "--config", str(config)]) == 1
-            else:
-                with pytest.raises(RuntimeError, match="no thread"):
-                    main(["serve", "--config", str(config)])
-        # Registry and samples are free again.
-        assert main(["serve", "--config", str(config)]) == 0
+    with monkeypatch.context() as failing:
+        failing.setattr(Reconciler, "start", fail)
+        if isinstance(error, OSError):
+            assert serve_once() == 1
+        else:
+            with pytest.raises(RuntimeError, match="no thread"):
+                serve_once()
+    # Registry and samples are free again.
+    assert serve_once() == 0
 
 
 def test_status_and_a_pin(tmp_path: Path, capsys: Capture) -> None:

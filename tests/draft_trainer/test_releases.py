@@ -59,7 +59,7 @@ def test_import_is_byte_for_byte_and_idempotent(tmp_path: Path) -> None:
     Eagle3().save(source, head(2), torch.float32)
     with pytest.raises(RefusedError, match="release 0"):
         registry.import_initial(source)
-    assert len(registry.versions()) == 1
+    assert len(registry.uses()[0]) == 1
 
 
 def test_a_half_written_release_is_never_listed(
@@ -80,7 +80,7 @@ def test_a_half_written_release_is_never_listed(
     for leftover in (".staging-abc", ".release-000001-abc", ".removed-release-000003-1-2"):
         (tmp_path / leftover).mkdir()
         (tmp_path / leftover / "config.json").write_text("{}")
-    assert Registry(tmp_path).versions() == (0,)
+    assert [m.draft_version for m in Registry(tmp_path).uses()[0]] == [0]
     assert create(registry, 1).draft_version == 1
     assert registry.remove_leftovers() == 3
     assert names(tmp_path) == {"release-000000", "release-000001"}
@@ -91,7 +91,7 @@ def test_prune_keeps_the_newest_and_the_protected(tmp_path: Path) -> None:
     for seed in range(5):
         create(registry, seed)
     assert registry.prune(2, spared={0}) == (1, 2)
-    assert registry.versions() == (0, 3, 4)
+    assert [m.draft_version for m in registry.uses()[0]] == [0, 3, 4]
     assert names(tmp_path) == {f"release-{v:06d}" for v in (0, 3, 4)}
     assert create(registry).draft_version == 5
 
