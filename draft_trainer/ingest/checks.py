@@ -147,9 +147,9 @@ def check_contents(sample: Sample, expected: Expected) -> None:
 
 def _check_finite(name: str, values: torch.Tensor) -> None:
     """Raise RefusedError where a value is not finite."""
-    bad = int((~values.float().isfinite()).sum())
-    if bad:
-        found = f"{bad} of {values.numel()} values are not finite"
+    finite = np.isfinite(values.float().numpy())
+    if not finite.all():
+        found = f"{int((~finite).sum())} of {finite.size} values are not finite"
         raise RefusedError(name, found, "finite values", _OVERFLOW)
 
 

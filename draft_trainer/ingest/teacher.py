@@ -17,7 +17,9 @@ import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from draft_trainer.drafters.policy import PolicyHead, policy_logits
@@ -66,7 +68,7 @@ class TeacherCheck:
         rows = self.whole_lm_head(head)
         whole = None if rows is None else replace(head, lm_head_rows=rows)
         ids = self._ids if whole is None else torch.arange(len(head.embed_tokens))
-        picked = [_rows(each, ids) for each in samples]
+        picked = [torch.from_numpy(_rows(each, ids.numpy())) for each in samples]
         hidden = torch.cat(
             [each.final_hidden[at - 1] for each, at in zip(samples, picked, strict=True)]
         )
@@ -99,16 +101,13 @@ class TeacherCheck:
         return self._whole[head]
 
 
-def _rows(sample: Sample, ids: Tensor) -> Tensor:
-    """int64 [n <= ROWS]: completion tokens whose logit is known, spread over the sample."""
-    valid = sample.loss_mask.clone()
-    valid[0] = False
-    valid[1:] &= sample.segment_ids.diff() == 0
-    _, in_ids = _columns(ids, sample.token_ids.long())
-    known = valid & in_ids
-    at = (known if bool(known.any()) else valid).nonzero().flatten()
-    spread = torch.linspace(0, len(at) - 1, min(ROWS, len(at)), dtype=torch.float32)
-    return at[spread.round().long()]
+def _rows(sample: Sample, ids: NDArray[np.int64]) -> NDArray[np.int64]:
+    """[n <= ROWS]: completion tokens whose logit is known, spread over the sample."""
+    segments, tokens = sample.segment_ids.numpy(), sample.token_ids.numpy()
+    valid = sample.loss_mask.numpy() & np.append(False, segments[1:] == segments[:-1])
+    known = valid & (ids[np.searchsorted(ids, tokens).clip(max=len(ids) - 1)] == tokens)
+    at = np.flatnonzero(known if known.any() else valid)
+    return at[np.linspace(0, len(at) - 1, min(ROWS, len(at))).round().astype(np.int64)]
 
 
 def _columns(ids: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:

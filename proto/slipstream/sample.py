@@ -266,7 +266,7 @@ class Sample:
         """int32 [T]: one number per packed sequence, in one run each."""
         return self._integers[2]
 
-    @property
+    @cached_property
     def loss_mask(self) -> torch.Tensor:
         """bool [T]: true where the token is a completion token."""
         at = self.layout.mask_at
