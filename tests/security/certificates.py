@@ -18,6 +18,17 @@ from cryptography.x509.oid import ExtendedKeyUsageOID as Usage
 from cryptography.x509.oid import NameOID
 
 HOUR = dt.timedelta(hours=1)
+_SIGNS = x509.KeyUsage(
+    key_cert_sign=True,
+    crl_sign=True,
+    digital_signature=False,
+    content_commitment=False,
+    key_encipherment=False,
+    data_encipherment=False,
+    key_agreement=False,
+    encipher_only=False,
+    decipher_only=False,
+)
 
 
 @dataclass(frozen=True)
@@ -45,6 +56,10 @@ class Authority:
         certificate = (
             _builder(self._name, self._name, self._key, -HOUR, HOUR)
             .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+            .add_extension(_SIGNS, critical=True)
+            .add_extension(
+                x509.SubjectKeyIdentifier.from_public_key(self._key.public_key()), critical=False
+            )
             .sign(self._key, hashes.SHA256())
         )
         self.path.write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
@@ -66,6 +81,8 @@ class Authority:
         builder = _builder(subject, self._name, key, begins, ends).add_extension(
             x509.ExtendedKeyUsage(usage), critical=False
         )
+        issuer = x509.AuthorityKeyIdentifier.from_issuer_public_key(self._key.public_key())
+        builder = builder.add_extension(issuer, critical=False)
         if hosts:
             names = x509.SubjectAlternativeName([_general(host) for host in hosts])
             builder = builder.add_extension(names, critical=False)

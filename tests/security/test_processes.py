@@ -101,6 +101,7 @@ class Site:
         if token:
             request.add_header("Authorization", f"Bearer {token}")
         context = ssl.create_default_context(cafile=str(self.folder / "ca.pem"))
+        context.verify_flags |= ssl.VERIFY_X509_STRICT  # as by default from Python 3.13 on
         try:
             with urllib.request.urlopen(request, timeout=DEADLINE, context=context) as response:
                 status, text = response.status, response.read().decode()
