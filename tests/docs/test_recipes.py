@@ -225,6 +225,7 @@ def test_verl(rig: Rig, sections: int, monkeypatch: pytest.MonkeyPatch) -> None:
     rollout = SimpleNamespace(
         **{"temperature": TEMPERATURE, "top_p": 0.9, "top_k": -1},
         **{"prompt_length": 8, "response_length": 16, "checkpoint_engine": engine},
+        ignore_eos=True,
     )
     part = SimpleNamespace(rollout=rollout, model=sharded)
     trainer = names["PPOTrainerSync"](SimpleNamespace(actor_rollout_ref=part))
@@ -314,7 +315,7 @@ def ask_through_verl(trainer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     body, again, *turns = asked
     assert body == again and [turn["max_tokens"] for turn in turns] == [4, 1]
     assert (body["prompt"], body["max_tokens"], body["temperature"]) == ([1, 2], 16, 0.7)
-    assert body["logprobs"] == 0 and body["return_token_ids"] is True
+    assert body["logprobs"] == 0 and body["return_token_ids"] is body["ignore_eos"] is True
 
 
 def test_skyrl(rig: Rig) -> None:
