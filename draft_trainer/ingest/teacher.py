@@ -105,14 +105,16 @@ def _rows(sample: Sample, ids: NDArray[np.int64]) -> NDArray[np.int64]:
     """[n <= ROWS]: completion tokens whose logit is known, spread over the sample."""
     segments, tokens = sample.segment_ids.numpy(), sample.token_ids.numpy()
     valid = sample.loss_mask.numpy() & np.append(False, segments[1:] == segments[:-1])
-    known = valid & (ids[np.searchsorted(ids, tokens).clip(max=len(ids) - 1)] == tokens)
+    known = valid & _columns(ids, tokens)[1]
     at = np.flatnonzero(known if known.any() else valid)
     return at[np.linspace(0, len(at) - 1, min(ROWS, len(at))).round().astype(np.int64)]
 
 
-def _columns(ids: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+def _columns(
+    ids: NDArray[np.int64], tokens: NDArray[np.integer]
+) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
     """Where tokens are in ascending ids, and whether they are there."""
-    column = torch.searchsorted(ids, tokens).clamp(max=len(ids) - 1)
+    column = np.searchsorted(ids, tokens).clip(max=len(ids) - 1)
     return column, ids[column] == tokens
 
 
@@ -133,7 +135,7 @@ def _summed(
     log_sum = torch.full((count,), -torch.inf, dtype=torch.float32)
     found = torch.full((count,), torch.nan, dtype=torch.float32)
     largest = torch.zeros(count, dtype=torch.float32)
-    column, known = _columns(ids, tokens)
+    column, known = map(torch.from_numpy, _columns(ids.numpy(), tokens.numpy()))
     for start in range(0, len(ids), _SLICE):
         part = slice(start, start + _SLICE)
         bias = None if head.lm_head_bias is None else head.lm_head_bias[part]
