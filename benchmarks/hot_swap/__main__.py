@@ -193,7 +193,7 @@ def _window(
         count += 1
     time.sleep(max(0.0, began + seconds - time.monotonic()))
     tokens = sum(server.metric("vllm:generation_tokens_total") for server in pair.all) - before
-    # As at the beginning, after both answers: under load they take a tenth of a second.
+    # As at the beginning, after both answers: under load each takes a while.
     ended = time.monotonic()
     return Window(arm, began, ended, tokens, count)
 
