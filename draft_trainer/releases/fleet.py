@@ -233,6 +233,10 @@ class Fleet:
         """What is asked of servers in parallel."""
         return Calls(self._pool)
 
+    def quorum_of(self, servers: int) -> int:
+        """How many of so many servers are a quorum."""
+        return math.ceil(self.config.quorum * servers)
+
     def each(
         self,
         ask: Callable[[RolloutClient], T],

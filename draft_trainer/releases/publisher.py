@@ -45,6 +45,9 @@ from slipstream.errors import RefusedError, StatusCode
 
 logger = logging.getLogger(__name__)
 
+Settled = Callable[[], None] | None
+Pin = bool | None
+
 
 class Publisher:
     """Owner of what the fleet serves. Safe to call from several threads."""
@@ -122,10 +125,9 @@ class Publisher:
                 expected = "a fleet that serves one release"
                 next_step = "wait for the trial's result, or roll back"
                 raise RefusedError("publish", found, expected, next_step, StatusCode.ABORTED)
-            result = self._publish(version, until=until)
-            done = result.draft_version == version if result.draft is None else result.changes
-            if done:
-                self.promotions.promote(version, pin)
+            result = self._publish(version, until=until, pin=pin)
+            if result.draft is None and result.draft_version == version:
+                self.promotions.promote(version, pin)  # It was live, or no server is reachable.
             return result
 
     def publish_promoted(self) -> PublishResult:
@@ -253,7 +255,7 @@ class Publisher:
             lock.release()
 
     def _publish(
-        self, version: int, settled: Callable[[], None] | None = None, until: float = math.inf
+        self, version: int, settled: Settled = None, until: float = math.inf, pin: Pin = None
     ) -> PublishResult:
         """Stage and commit.
 
@@ -261,18 +263,19 @@ class Publisher:
             version: the release.
             settled: its trial has a result, which this writes down: it goes to all servers, and
                 from its canaries too where that fails. None: it goes on trial first.
+            pin: not None: it is promoted, pinned or not, in the moment in which it goes live.
         """
         self._drop_staged()
-        result = self._stage(version, settled)
+        result = self._stage(version, settled, pin)
         with self.committed_alone(until):
             if result.draft is not None:
-                return self._commit(result, 0, "", settled)
+                return self._commit(result, 0, "", settled, pin)
             if settled is not None and result.draft_version != version:
                 why = "the others could not stage it"
                 result.outcomes |= self._undo(version, (), {}, why)
             return result
 
-    def _stage(self, version: int, settled: Callable[[], None] | None = None) -> PublishResult:
+    def _stage(self, version: int, settled: Settled = None, pin: Pin = None) -> PublishResult:
         """Stage on every reachable server that serves another release, or on none of them."""
         self.fleet.refresh()
         states = self.fleet.states()
@@ -283,13 +286,13 @@ class Publisher:
         behind = [a for a, s in reached.items() if not self.payloads.is_served(s, version)]
         if not behind:
             if reached and (settled is not None or version != self.promotions.now.live):
-                self._went_live(version, (), (), settled)
+                self._went_live(version, (), (), settled, pin)
             return PublishResult(version, outcomes)
         draft = self.payloads.get(version)
         # No other will be committed but by ``complete``: what is left would take this one's memory.
         self.fleet.abort_strays(states, (draft.stage_id, *self._taken))
 
-        enough = max(1, self._enough(len(reached)) - (len(reached) - len(behind)))
+        enough = max(1, self.fleet.quorum_of(len(reached)) - (len(reached) - len(behind)))
         spread_to(self.fleet, draft, outcomes, behind, enough, self.counters)
         failed = [address for address in behind if not outcomes[address].staged]
         if len(behind) - len(failed) >= enough:
@@ -301,16 +304,13 @@ class Publisher:
             outcomes[address].staged, outcomes[address].error = False, error
         return PublishResult(self.promotions.now.live, outcomes)
 
-    def _enough(self, servers: int) -> int:
-        """How many of them are a quorum."""
-        return math.ceil(self.fleet.config.quorum * servers)
-
     def _commit(
         self,
         staged: PublishResult | None,
         policy_version: int,
         policy_stage_id: str,
-        settled: Callable[[], None] | None = None,
+        settled: Settled = None,
+        pin: Pin = None,
     ) -> PublishResult:
         """Commit on every server; a draft that fails on one of its holders is undone on all."""
         now, canary = self.promotions.now, self._canary
@@ -333,7 +333,7 @@ class Publisher:
         known = {} if staged is None else {address: staged.outcomes[address] for address in holders}
         addresses = dict.fromkeys((*self.fleet.addresses, *chosen))
         outcomes = {address: known.get(address, ServerOutcome()) for address in addresses}
-        enough = self._enough(len(chosen)) if others or staged is None else staged.enough
+        enough = self.fleet.quorum_of(len(chosen)) if others or staged is None else staged.enough
         commit_on_all(self.fleet, draft, chosen, policy_version, policy_stage_id, outcomes, enough)
         without = staged.without if staged is not None else {}
         for address, outcome in outcomes.items():
@@ -351,7 +351,7 @@ class Publisher:
             why = "" if live else f"it failed on {', '.join(failed)}"
             try:
                 if live:
-                    self._went_live(draft.version, chosen, others, settled)
+                    self._went_live(draft.version, chosen, others, settled, pin)
             except RefusedError as error:
                 # The disk does not know that it is live, so it must not be.
                 why = str(error)
@@ -370,7 +370,8 @@ class Publisher:
         version: int,
         servers: tuple[str, ...],
         others: tuple[str, ...],
-        settled: Callable[[], None] | None,
+        settled: Settled,
+        pin: Pin,
     ) -> None:
         """Write down that ``servers`` serve a release, and ``others`` the one before it.
 
@@ -379,6 +380,7 @@ class Publisher:
             servers: some of the fleet's; not looked at where there are no others.
             others: the rest, while the release is on trial.
             settled: writes it down where a trial has its result; None: the trial begins.
+            pin: as in ``_publish``.
 
         Raises:
             RefusedError: it cannot be written.
@@ -406,6 +408,8 @@ class Publisher:
                 promotions.undone()
             else:
                 promotions.serves(version)
+            if pin is not None:
+                promotions.promote(version, pin)
             if not others:
                 self._record("committed", version)
 

@@ -201,9 +201,11 @@ class Registry:
 
     def _is_initial(self, checkpoint: Checkpoint, directory: Path) -> bool:
         """Whether release 0 is what this checkpoint, read from ``directory``, becomes as one."""
+        if checkpoint.as_stored and same_content(self.path(0), directory):
+            return True
+        self.tensors(0)  # Damage is no other checkpoint.
         if checkpoint.as_stored:
-            return same_content(self.path(0), directory)
-        self.tensors(0)
+            return False
         manifest, (text, tensors) = self.get(0), checkpoint.written()
         specs = [spec_of(name, tensors[name]) for name in sorted(tensors)]
         return text == manifest.config_json and specs == [*manifest.tensors]
@@ -308,6 +310,8 @@ class Registry:
             try:
                 manifests.append(self.get(version))
             except RefusedError as error:
+                if version not in self.versions():  # Retention removed it meanwhile.
+                    continue
                 use.damage = str(error)
             uses.append(use)
         reasons: dict[str, Collection[int | None]] = {}

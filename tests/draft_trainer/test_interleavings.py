@@ -430,6 +430,46 @@ def test_a_sync_that_took_its_draft_before_a_roll_back_commits_the_policy_alone(
     assert [list(d._state().staged) for d in rig.doubles] == [[]] * 3
 
 
+def test_a_sync_does_not_replace_what_an_operator_promotes_meanwhile(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has taken the release that was promoted before, and commits as soon as it may."""
+    rig.publisher.promote(1, pin=False)
+    rig.promotions.offer(2)
+    rig.publisher.prepare()
+    sync = threading.Thread(target=rig.publisher.complete, args=(7, rig.stage_policy(7)))
+    taken, committed = threading.Event(), threading.Event()
+    alone, drop = rig.publisher.committed_alone, rig.publisher._drop_staged
+    promote = rig.promotions.promote
+
+    def after_it_was_taken() -> None:
+        sync.start()
+        assert taken.wait(LONG)
+        drop()
+
+    def alone_in_turn(*until: float) -> object:
+        if threading.current_thread() is sync:
+            taken.set()
+            assert committed.wait(LONG)
+        return alone(*until)
+
+    def after_the_sync_if_it_may(version: int, pin: bool) -> None:
+        waits = rig.publisher._committing.locked()
+        committed.set()
+        if not waits:
+            sync.join(LONG)
+        promote(version, pin)
+
+    monkeypatch.setattr(rig.publisher, "_drop_staged", after_it_was_taken)
+    monkeypatch.setattr(rig.publisher, "committed_alone", alone_in_turn)
+    monkeypatch.setattr(rig.promotions, "promote", after_the_sync_if_it_may)
+    rig.publisher.promote(0, pin=True)
+    sync.join(LONG)
+    assert rig.served == [0, 0, 0] and rig.policies == [7, 7, 7]
+    now = rig.promotions.now
+    assert (now.live, now.promoted, now.pinned) == (0, 0, True)
+
+
 def test_waiting_for_a_trial_is_no_failed_publish(make_rig: Callable[..., Rig]) -> None:
     rig = make_rig(4, CanaryConfig(share=0.25), on="promotion")
     rig.publisher.promote(1, pin=False)

@@ -189,19 +189,23 @@ def test_disk_that_is_full_at_the_commit_leaves_everything_as_it_was(
     assert rig.publisher.promote(2, pin=False).draft_version == 2
 
 
+@pytest.mark.parametrize("written", ["serves", "promote"])
 def test_release_that_becomes_known_to_the_fleet_only_is_taken_back(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, written: str
 ) -> None:
-    """Every server has committed, and the disk fills up before that can be written down."""
+    """Every server has committed, and the disk fills up before that can be written down: what is
+    served and what is promoted are written together."""
 
-    def full(version: int) -> None:
+    def full(*_: object) -> None:
         raise RefusedError("draft.registry", "No space left", "space", "make some")
 
     with monkeypatch.context() as patch:
-        patch.setattr(rig.promotions, "serves", full)
-        result = rig.publisher.promote(2, pin=False)
+        patch.setattr(rig.promotions, written, full)
+        result = rig.publisher.promote(2, pin=True)
     assert (result.draft_version, result.changes) == (0, False)
     assert rig.served == [0, 0, 0]
+    now = rig.promotions.now
+    assert (now.live, now.promoted, now.pinned, now.intent) == (0, 0, False, None)
 
 
 def test_stages_that_a_dead_trainer_left_are_forgotten_and_those_in_use_are_kept(

@@ -14,7 +14,13 @@ from draft_trainer.releases.registry import Registry
 from draft_trainer.training.state import FOLDER
 from slipstream.errors import RefusedError, StatusCode
 from tests.draft_trainer.registry_rig import create, flip, flip_bit
-from tests.draft_trainer.rig import feeding, make_config, running, train_until_released
+from tests.draft_trainer.rig import (
+    feeding,
+    make_config,
+    running,
+    train_until_released,
+    write_draft,
+)
 from tests.draft_trainer.synthetic import head
 
 
@@ -51,6 +57,35 @@ def test_every_kind_of_damage_is_noticed(tmp_path: Path) -> None:
         with pytest.raises(RefusedError):
             registry.get(version)
     assert registry.tensors(7).keys() == head().state_dict().keys() | {"d2t", "t2d"}
+
+
+def test_a_damaged_release_0_is_no_other_checkpoint(tmp_path: Path) -> None:
+    registry, initial = Registry(tmp_path / "registry"), write_draft(tmp_path / "initial")
+    registry.import_initial(initial)
+    registry.import_initial(initial)
+    flip_bit(registry.path(0) / "model.safetensors")
+    with pytest.raises(RefusedError, match="is not the one released") as caught:
+        registry.import_initial(initial)
+    assert caught.value.code is StatusCode.DATA_LOSS
+
+
+def test_what_retention_removes_while_releases_are_listed_is_not_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    registry = Registry(tmp_path)
+    for seed in range(3):
+        create(registry, seed)
+    read = registry.get
+
+    def removed_first(version: int) -> object:
+        if version == 1:
+            shutil.rmtree(registry.path(1))
+        return read(version)
+
+    monkeypatch.setattr(registry, "get", removed_first)
+    manifests, uses = registry.uses()
+    assert [m.draft_version for m in manifests] == [u.draft_version for u in uses] == [0, 2]
+    assert [use.damage for use in uses] == ["", ""]
 
 
 def test_a_folder_that_cannot_be_read_is_damage(
