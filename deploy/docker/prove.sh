@@ -50,7 +50,8 @@ inside sh -c '
 		$demo >/tmp/trainer.toml
 	draft-trainer serve --config /tmp/trainer.toml >/tmp/out & server=$!
 	until address=$(sed -n "s/.*ready: grpc=\([^ ]*\).*/\1/p" /tmp/out) && [ -n "$address" ]; do
-		kill -0 $server && sleep 1
+		kill -0 $server || exit 1
+		sleep 1
 	done
 	python -m slipstream.serving "$address" && kill $server && wait $server'
 echo "the image is sound"

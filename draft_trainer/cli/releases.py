@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+import grpc
 from tyro.conf import Positional, arg
 
 from draft_trainer.cli.trainer import (
@@ -24,7 +25,7 @@ from draft_trainer.cli.trainer import (
     print_table,
     when,
 )
-from slipstream.errors import RefusedError, StatusCode, clean
+from slipstream.errors import RefusedError, StatusCode, clean, refused_from
 from slipstream.v1 import draft_trainer_pb2 as pb
 from slipstream.v1 import draft_trainer_pb2_grpc as pb_grpc
 from slipstream.v1 import release_pb2, tensor_pb2
@@ -66,8 +67,14 @@ class RunningTrainer:
         return manifest, assembler.finish()
 
     def verify(self, version: int) -> None:
-        """Every byte of a release."""
-        self.tensors(version)
+        """Every byte of a release. Raises RefusedError: damaged, or removed meanwhile."""
+        try:
+            self.tensors(version)
+        except grpc.RpcError as error:
+            refused = refused_from(error)
+            if refused is None or refused.code not in (StatusCode.DATA_LOSS, StatusCode.NOT_FOUND):
+                raise
+            raise refused from error
 
     def verdicts(self, newest: int) -> list[release_pb2.Verdict]:
         """The newest gate results (0: all that are kept), oldest first."""

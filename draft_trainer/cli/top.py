@@ -156,6 +156,9 @@ class Events(Connection):
 
     def _wanted(self) -> Iterator[console.Event]:
         if self.registry is not None:
+            if self.follow:
+                next_step = "leave --registry out to follow a running trainer"
+                raise RefusedError("--follow", "with --registry", "one of them", next_step)
             from draft_trainer.cli.releases import RegistryFolder
 
             with RegistryFolder(self.registry).registry.reading() as state:
@@ -165,17 +168,20 @@ class Events(Connection):
             after=self.after, newest=self.newest, follow=self.follow
         )
         timeout = FOLLOW_SECONDS if self.follow else self.timeout
-        connected = absent = False
+        absent = False
         with self.trainer() as stub:
+            if self.follow:
+                # From here on a trainer that does not answer restarts, or has no new event.
+                stub.GetStatus(pb.GetStatusRequest(), timeout=self.timeout)
             while True:
                 try:
                     for event in stub.WatchEvents(request, timeout=timeout):
-                        connected, absent = True, False
+                        absent = False
                         request.after, request.newest = event.number, 0
                         yield event
                 except grpc.RpcError as error:
                     code = error.code() if isinstance(error, grpc.Call) else None
-                    if not (self.follow and connected and code in _GONE):
+                    if not (self.follow and code in _GONE):
                         raise
                     if code is not grpc.StatusCode.DEADLINE_EXCEEDED and not absent:
                         absent = True

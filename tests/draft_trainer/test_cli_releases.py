@@ -201,6 +201,9 @@ def test_a_folder_that_a_trainer_holds(tmp_path: Path, capsys: Capture) -> None:
         assert rows[1][-4:] == ["promoted,", "served,", "parent,", "initial"]
         assert "expected one of [0, 1]" in refused(capsys, "promote", 5, *at)
         assert run(capsys, "verify", *at) == (0, "draft 0: ok\ndraft 1: ok\n")
+        code, found = as_json(capsys, "verify", 7, 0, *at)
+        assert code == 1 and isinstance(found, list)
+        assert [one["damage"][:22] for one in found] == ["draft_version: found 7", ""]
         assert as_json(capsys, "verdicts", *at) == (0, [])
         assert run(capsys, "export", 1, tmp_path / "exported", *at)[0] == 0
         exported = Eagle3().read(tmp_path / "exported").draft()
@@ -241,6 +244,13 @@ def test_a_damaged_promoted_release_is_replaced_offline(tmp_path: Path, capsys: 
         folder, at = config.draft.registry, ("--address", server.address)
         for seed in (1, 2):
             assert run(capsys, "import", write_draft(tmp_path / f"{seed}", seed), *at)[0] == 0
+        weights = folder / "release-000001" / "model.safetensors"
+        flip_bit(weights)
+        code, text = run(capsys, "verify", *at)
+        first, second, third = text.splitlines()
+        assert code == 1 and (first, third) == ("draft 0: ok", "draft 2: ok")
+        assert "is not the one released" in second
+        flip_bit(weights)
     assert run(capsys, "promote", 1, "--registry", folder)[0] == 0
     assert run(capsys, "promote", 2, "--pin", "--registry", folder)[0] == 0
     flip(folder / "release-000002" / "config.json", "1e-05", "1e-06")

@@ -19,9 +19,11 @@ from dataclasses import dataclass
 from html.parser import HTMLParser
 from http.client import HTTPConnection, HTTPResponse
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from draft_trainer.cli import top
 from draft_trainer.cli.main import main
 from draft_trainer.cli.top import Seen
 from draft_trainer.server.status import WINDOW_SECONDS
@@ -343,6 +345,23 @@ def test_events_are_followed_over_a_trainer_that_is_killed(
             follower.communicate()
     line = refused(capsys, "events", "--follow", "--address", first.address)
     assert "start it with draft-trainer serve" in line
+
+
+def test_events_are_followed_from_the_newest_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A script goes on after the last event that it has seen, and for longer than a call lasts
+    there is no other."""
+    with running(make_config(tmp_path), train=False) as (server, client):
+        client.open()
+        clock = SimpleNamespace(sleep=lambda seconds: client.announce(3))
+        monkeypatch.setattr(top, "FOLLOW_SECONDS", 0.1)
+        monkeypatch.setattr(top, "time", clock)
+        followed = top.Events(address=server.address, follow=True, after=2)._wanted()
+        assert next(followed).kind == "policy_announced"
+        followed.close()
+    line = refused(capsys, "events", "--follow", "--registry", str(tmp_path))
+    assert "--follow: found with --registry" in line
 
 
 def test_events_of_the_past(live: Live, capsys: pytest.CaptureFixture[str]) -> None:
