@@ -74,10 +74,11 @@ class Record:
         from rich.console import Console
         from transformers import AutoModelForCausalLM
 
-        from draft_trainer.checkpoints import read_policy_config
+        from draft_trainer.checkpoints import read_policy_config, size_of
         from draft_trainer.files import check_free
         from draft_trainer.offline.record import Recorder
         from draft_trainer.offline.report import progress_of
+        from slipstream.layers import check_layers
 
         at_least("--samples", self.samples, 1)
         at_least("--max-tokens", self.max_tokens, 1)
@@ -87,8 +88,13 @@ class Record:
         folder = local_folder(self.policy, "--policy")
         if self.threads is not None:
             torch.set_num_threads(self.threads)
-        read_policy_config(folder)
-        total, parts = self._parts(folder)
+        config = read_policy_config(folder)
+        if layers is not None:
+            # The state after the last layer is the input of no layer: it cannot be captured.
+            last = size_of(config, "num_hidden_layers") - 2
+            next_step = "leave the option out, which chooses three"
+            check_layers(layers, "--aux-layers", next_step, 0, last)
+        total, parts = self._parts(folder, size_of(config, "vocab_size"))
         try:
             model = AutoModelForCausalLM.from_pretrained(folder, dtype=self.dtype)
             model = model.to(self.device).eval()
@@ -124,7 +130,7 @@ class Record:
         )
         return 0
 
-    def _parts(self, folder: Path) -> tuple[int, Iterator[list[Rollout]]]:
+    def _parts(self, folder: Path, vocab_size: int) -> tuple[int, Iterator[list[Rollout]]]:
         """How many rollouts, and the rollouts, some at a time."""
         from draft_trainer.offline.record import (
             AT_ONCE,
@@ -139,7 +145,7 @@ class Record:
             next_step = "give --rollouts FILE, or --prompts FILE with --endpoint URL"
             raise RefusedError("--rollouts", found, "one of them", next_step)
         if self.rollouts is not None:
-            given = read_rollouts(self.rollouts)
+            given = read_rollouts(self.rollouts, vocab_size)
             starts = range(0, len(given), AT_ONCE)
             return len(given), (given[start : start + AT_ONCE] for start in starts)
         if self.endpoint is None or not self.endpoint.startswith(("http://", "https://")):

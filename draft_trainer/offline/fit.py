@@ -96,11 +96,9 @@ class FitOutput:
 
     @property
     def is_finished(self) -> bool:
-        """Whether a fit ended here."""
+        """Whether a fit ended here, be it that a kill came before ``finish`` was done."""
         log = self.folder / LOG_FILE
-        if not log.is_file() or self._states.exists():
-            return False
-        events = read_log(log)
+        events = read_log(log) if log.is_file() else []
         return bool(events) and events[-1]["event"] == "end"
 
     def begin(self, learner: Learner, belongs_to: Facts, resume: bool) -> FitProgress:
@@ -162,9 +160,11 @@ class FitOutput:
         self.log.close()
 
     def finish(self) -> None:
-        """After ``close``, of a fit that is done: draw the plot; nothing is left to resume."""
-        draw(read_log(self.folder / LOG_FILE), self.folder / PLOT_FILE)
-        shutil.rmtree(self._states)
+        """Of a fit that is done, after ``close`` or in a later process: draw the plot; nothing is
+        left to resume."""
+        if self._states.exists():
+            draw(read_log(self.folder / LOG_FILE), self.folder / PLOT_FILE)
+            shutil.rmtree(self._states)
 
     def _position(self, now: FitProgress) -> Facts:
         return asdict(now) | {"log_bytes": self.log.sync()}
@@ -254,10 +254,12 @@ class Fit:
             OSError: the output folder cannot be written.
         """
         output, console = self._output, self._console
+        first = self._ranks.rank == 0
         if resume and output.is_finished:
+            if first:
+                output.finish()
             say(console, f"{output.folder} is finished")
             return True
-        first = self._ranks.rank == 0
         if first:
             self._now = output.begin(self._learner, self._belongs_to(), resume)
         try:

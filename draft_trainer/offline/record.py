@@ -183,23 +183,30 @@ def facts_of(modules: PolicyModules, layers: tuple[int, ...]) -> RecordingFacts:
     )
 
 
-def read_rollouts(path: Path) -> list[Rollout]:
+def read_rollouts(path: Path, vocab_size: int) -> list[Rollout]:
     """The rollouts of a file, ``{"prompt": [ids], "completion": [ids]}`` a line.
+
+    Args:
+        path: JSON lines.
+        vocab_size: of the policy; every id is below it.
 
     Raises:
         RefusedError: naming the line that is not one, or the file that cannot be read.
     """
     rollouts = []
     for place, found in _json_lines(path, "--rollouts"):
-        try:
-            rollouts.append(([*map(int, found["prompt"])], [*map(int, found["completion"])]))
-        except (ValueError, TypeError, KeyError) as error:
-            raise RefusedError(
-                place,
-                f"{type(error).__name__}: {error}",
-                '{"prompt": [token ids], "completion": [token ids]}',
-                "write the ids that the server was sent and answered",
-            ) from error
+        for name in ("prompt", "completion"):
+            ids = found.get(name)
+            whole = isinstance(ids, list) and all(type(one) is int for one in ids)
+            wrong = [one for one in ids if not 0 <= one < vocab_size] if ids and whole else []
+            if not whole or wrong:
+                raise RefusedError(
+                    place,
+                    f"{name} {wrong or ids}",
+                    f'{{"prompt": [token ids], "completion": [token ids]}}, ids below {vocab_size}',
+                    "write the ids that the server was sent and answered, of this policy",
+                )
+        rollouts.append((found["prompt"], found["completion"]))
     return rollouts
 
 

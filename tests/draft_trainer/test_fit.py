@@ -230,6 +230,21 @@ def test_an_ended_fit_resumes_to_the_same_bits(
     assert not (work.folder / out / "state").exists()
 
 
+def test_a_fit_that_is_killed_after_its_end_is_finished_by_the_next(
+    work: Work, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its training states are removed one by one: none of them may be left."""
+    out = work.folder / "cut-short"
+    shutil.copytree(work.folder / "whole", out)
+    (out / "state").mkdir()
+    (out / "training.svg").unlink()
+    assert main([*work.arguments("cut-short"), "--resume"]) == 0
+    assert "is finished" in capsys.readouterr().err
+    assert work.weights("cut-short") == work.weights("whole")
+    assert work.events("cut-short", "end") == work.events("whole", "end")
+    assert (out / "training.svg").is_file() and not (out / "state").exists()
+
+
 def test_resume_begins_and_ends_quietly(work: Work, capsys: pytest.CaptureFixture[str]) -> None:
     """The same command line can be run again and again: by hand, or by a scheduler."""
     for said in ("expected acceptance length", "again is finished"):

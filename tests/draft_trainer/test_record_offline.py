@@ -74,11 +74,13 @@ def test_long_sequences_become_windows(
 def test_rollouts_are_read_from_json_lines(tmp_path: Path) -> None:
     path = tmp_path / "rollouts.jsonl"
     path.write_text('{"prompt": [1, 2], "completion": [3]}\n{"prompt": [4], "completion": []}\n')
-    assert read_rollouts(path) == [([1, 2], [3]), ([4], [])]
-    for line in ('{"prompt": [1]}', "no", '{"prompt": "text", "completion": [1]}', "[1]"):
+    assert read_rollouts(path, 5) == [([1, 2], [3]), ([4], [])]
+    wrong = [f'{{"prompt": {ids}, "completion": [1]}}' for ids in ("[5]", "[-1]", "[1.5]", '"1"')]
+    wrong += ['{"prompt": [true], "completion": [1]}', '{"prompt": [1], "completion": null}']
+    for line in ('{"prompt": [1]}', "no", "[1]", *wrong):
         path.write_text('{"prompt": [1], "completion": [2]}\n' + line)
         with pytest.raises(RefusedError, match="line 2"):
-            read_rollouts(path)
+            read_rollouts(path, 5)
 
 
 def test_prompts_are_ids_text_or_messages(tmp_path: Path, policy_dir: Path) -> None:
@@ -208,6 +210,10 @@ def test_what_the_command_is_given_is_checked_before_the_policy_is_loaded(
     file = tmp_path / "rollouts.jsonl"
     file.write_text('{"prompt": [1, 7], "completion": [9]}\n')
     rollouts = ("--rollouts", file)
+    config = json.loads((policy_dir / "config.json").read_text())
+    depth, vocabulary = config["num_hidden_layers"], config["vocab_size"]
+    unknown = tmp_path / "unknown.jsonl"
+    unknown.write_text(f'{{"prompt": [1], "completion": [9, {vocabulary}]}}\n')
     for policy, options, text in (
         (policy_dir, (), "--rollouts: found none or both"),
         (policy_dir, (*rollouts, "--prompts", file), "--rollouts: found none or both"),
@@ -215,6 +221,9 @@ def test_what_the_command_is_given_is_checked_before_the_policy_is_loaded(
         (policy_dir, ("--prompts", file, "--endpoint", "h:1"), "--endpoint: found h:1"),
         (policy_dir, (*rollouts, "--temperature", "0"), "--temperature: found 0"),
         (policy_dir, (*rollouts, "--aux-layers", "x"), "--aux-layers"),
+        (policy_dir, (*rollouts, "--aux-layers", "1,0"), "--aux-layers: found [1, 0]"),
+        (policy_dir, (*rollouts, "--aux-layers", f"0,{depth - 1}"), f"from 0 to {depth - 2}"),
+        (policy_dir, ("--rollouts", unknown), f"line 1: found completion [{vocabulary}]"),
         (policy_dir, ("--rollouts", tmp_path / "none"), "--rollouts: found"),
         (tmp_path / "none", rollouts, "none/config.json: found"),
         (draft_dir, rollouts, "so a draft"),
