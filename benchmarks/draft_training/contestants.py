@@ -126,7 +126,10 @@ def python_of(peer: str, directory: Path) -> Path:
         )
         stamp.write_text(wanted)
     # After pip, so that it does not take this project's packages for the peer's. With the folders
-    # of PYTHONPATH, which itself would come before the peer's own packages.
+    # of PYTHONPATH, which itself would come before the peer's own packages. Links are followed:
+    # torch.compile passes the path of torch to a linker without quotes.
     [packages] = home.glob("lib/python*/site-packages")
-    (packages / "this_project.pth").write_text("\n".join(filter(None, sys.path)))
+    (packages / "this_project.pth").write_text(
+        "\n".join(str(Path(path).resolve()) for path in sys.path if path)
+    )
     return python

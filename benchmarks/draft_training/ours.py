@@ -24,7 +24,7 @@ from draft_trainer.config import TrainingConfig
 from draft_trainer.drafters.batch import Batch
 from draft_trainer.drafters.eagle3.head import Eagle3Head, HeadConfig
 from draft_trainer.drafters.loss import step_weights, ttt_objective
-from draft_trainer.drafters.policy import PolicyHead
+from draft_trainer.drafters.policy import PolicyHead, PolicyHeads
 from draft_trainer.drafters.rope import Rope
 from draft_trainer.kernels.library import use_kernels
 from draft_trainer.training.optimizer import DraftOptimizer
@@ -70,6 +70,7 @@ class Ours:
         self.aux, self.final_hidden = tensors.aux, tensors.final_hidden
         rows = tensors.lm_head[tensors.draft_vocab_ids]
         self.policy = PolicyHead(0, rows, tensors.embed_tokens)
+        self.heads = PolicyHeads(1)
         self.log_z = (tensors.final_hidden @ rows.T).float().logsumexp(-1)
         # Every anchor whose teacher lies in the row: i + 1 + s <= T - 1, as the peers have it.
         # Masks lie on the CPU, where a GPU is not waited for.
@@ -115,6 +116,7 @@ class Ours:
             embeds=torch.nn.functional.embedding(ids, self.embed_tokens),
             final_hidden=self.final_hidden[rows],
             policy=self.policy,
+            heads=self.heads,
             logits_dtype=case.torch_dtype,
             log_z=self.log_z[rows],
             teacher_known=every,

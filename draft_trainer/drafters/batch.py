@@ -34,8 +34,8 @@ class Batch:
         aux: [B, T, A * H], in the samples' type.
         embeds: [B, T, H], the policy's embeddings of ``token_ids``, in the policy's type.
         final_hidden: [B, T, H], in the samples' type.
-        policy: how the policy makes its logits, on the device that the batch goes to; see
-            ``policy_logits``.
+        policy: how the policy makes its logits; see ``policy_logits``.
+        heads: that it is one of.
         logits_dtype: in which it has them.
         log_z: float32 [B, T]; at j the log of the sum, over the WHOLE vocabulary, of
             exp(y_j / temperature), as the policy's own log-probs say.
@@ -54,6 +54,7 @@ class Batch:
     embeds: Tensor
     final_hidden: Tensor
     policy: PolicyHead
+    heads: PolicyHeads
     logits_dtype: torch.dtype
     log_z: Tensor
     teacher_known: Tensor
@@ -63,9 +64,15 @@ class Batch:
     sampling: tuple[pb.SamplingParameters, ...] = ()
 
     def to(self, device: torch.device) -> Batch:
-        """With every tensor on ``device``; the host does not wait for the copies."""
+        """With every tensor on ``device``; the host waits only for a policy's first copy there.
+
+        Raises torch.OutOfMemoryError.
+        """
         values: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
-        there = {n: moved(x, device) for n, x in values.items() if isinstance(x, Tensor)}
+        there: dict[str, Any] = {
+            name: moved(x, device) for name, x in values.items() if isinstance(x, Tensor)
+        }
+        there["policy"] = self.heads.on(self.policy, device)
         return Batch(**(values | there))
 
     def teacher_log_probs(self, row: Tensor, index: Tensor) -> Tensor:
@@ -98,9 +105,10 @@ class _Row:
         return self.stop - self.start
 
     @property
-    def policy(self) -> tuple[int, str]:
-        """What the rows of a batch have in common: version, and type of the logits."""
-        return self.sample.policy_version, str(self.sample.logits_dtype)
+    def common(self) -> tuple[int, str, str]:
+        """What the rows of a batch have in common: policy version, types of states and logits."""
+        sample = self.sample
+        return sample.policy_version, str(sample.layout.dtype), str(sample.logits_dtype)
 
 
 def batches(
@@ -128,10 +136,10 @@ def batches(
     rows = [row for sample in samples for row in _segments(sample)]
     if window_steps is not None:
         rows = [part for row in rows for part in _windows(row, max_tokens, window_steps)]
-    rows.sort(key=lambda row: (*row.policy, row.size))
+    rows.sort(key=lambda row: (*row.common, row.size))
     chosen: list[_Row] = []
     for row in rows:
-        if (chosen and chosen[0].policy != row.policy) or (
+        if (chosen and chosen[0].common != row.common) or (
             chosen and (len(chosen) + 1) * row.size > max_tokens
         ):
             yield _collate(chosen, policy_heads, device)
@@ -160,7 +168,7 @@ def _windows(row: _Row, size: int, steps: int) -> list[_Row]:
 def _collate(rows: Sequence[_Row], policy_heads: PolicyHeads, device: torch.device | None) -> Batch:
     """One batch of rows of one policy. Raises RefusedError: its version is not held."""
     first = rows[0].sample
-    head = policy_heads.on(first.policy_version, device or torch.device("cpu"))
+    head = policy_heads.get(first.policy_version)
     # A copy out of pages that are locked runs beside the host.
     locked = device is not None and device.type == "cuda"
     size = (len(rows), max(row.size for row in rows))
@@ -199,6 +207,7 @@ def _collate(rows: Sequence[_Row], policy_heads: PolicyHeads, device: torch.devi
         embeds=embeds,
         final_hidden=final,
         policy=head,
+        heads=policy_heads,
         logits_dtype=first.logits_dtype,
         log_z=log_z,
         teacher_known=known,

@@ -72,6 +72,22 @@ def policy_logits(hidden: Tensor, head: PolicyHead, dtype: torch.dtype) -> Tenso
     return head.form.apply(logits if dtype == torch.float32 else logits.to(dtype))
 
 
+@dataclass(frozen=True, eq=False)
+class _Copies:
+    """On a device; ``rows_of`` and ``bias_of`` are what they are copies of."""
+
+    rows_of: Tensor
+    rows: Tensor
+    bias_of: Tensor | None
+    bias: Tensor | None
+
+    @classmethod
+    def made(cls, rows: Tensor, bias: Tensor | None, device: torch.device) -> _Copies:
+        # The gate asks in inference mode, whose tensors a training step could not take.
+        with torch.inference_mode(False):
+            return cls(rows, rows.to(device), bias, None if bias is None else bias.to(device))
+
+
 class PolicyHeads:
     """The newest policy versions, bounded in number; equal matrices are held once.
 
@@ -92,7 +108,7 @@ class PolicyHeads:
         self._lock = threading.RLock()
         self._heads: dict[int, PolicyHead] = {}
         self._digests: dict[int, tuple[bytes, ...]] = {}
-        self._on_device: OrderedDict[tuple[bytes, torch.device], Tensor] = OrderedDict()
+        self._on_device: OrderedDict[tuple[int, torch.device], _Copies] = OrderedDict()
 
     def add(self, head: PolicyHead, digests: tuple[bytes, ...] | None = None) -> None:
         """Register a version.
@@ -114,6 +130,9 @@ class PolicyHeads:
             self._digests[head.policy_version] = digests
             for version in sorted(self._heads)[: -self.keep]:
                 del self._heads[version], self._digests[version]
+            rows = {id(head.lm_head_rows) for head in self._heads.values()}
+            for key in [key for key in self._on_device if key[0] not in rows]:
+                del self._on_device[key]
 
     def check_newer(self, version: int) -> None:
         """Raise RefusedError unless ``add`` would take this version now."""
@@ -130,38 +149,33 @@ class PolicyHeads:
             self._check(version)
             return self._heads[version]
 
-    def on(self, version: int, device: torch.device) -> PolicyHead:
-        """A version with what makes its logits on a device; the embeddings stay where they are.
+    def on(self, head: PolicyHead, device: torch.device) -> PolicyHead:
+        """What ``get`` gave, with what makes its logits on a device; its embeddings stay.
 
-        A matrix is copied once and kept there while it is among the last that were asked for.
-
-        Raises:
-            RefusedError: the version is not held.
+        Rows are copied once and kept there while they are among the last that were asked for.
         """
+        of, bias = head.lm_head_rows, head.lm_head_bias
+        if of.device == device:
+            return head
         with self._lock:
-            head = self.get(version)
-            if head.lm_head_rows.device == device:
-                return head
-            sums = self._digests[version]
-            rows = self._copied(sums[0], head.lm_head_rows, device)
-            bias = head.lm_head_bias
-            if bias is not None:
-                bias = self._copied(sums[2], bias, device)
-            return replace(head, lm_head_rows=rows, lm_head_bias=bias)
-
-    def _copied(self, sha256: bytes, tensor: Tensor, device: torch.device) -> Tensor:
-        key = (sha256, device)
-        if key not in self._on_device:
-            # The gate asks in inference mode, whose tensors a training step could not take.
-            with torch.inference_mode(False):
-                self._on_device[key] = tensor.to(device)
-        self._on_device.move_to_end(key)
-        while len(self._on_device) > 1 and self._device_bytes() > _DEVICE_BYTES:
-            self._on_device.popitem(last=False)
-        return self._on_device[key]
+            key = (id(of), device)
+            if key not in self._on_device or self._on_device[key].bias_of is not bias:
+                self._on_device.pop(key, None)
+                while self._on_device and self._device_bytes() + of.nbytes > _DEVICE_BYTES:
+                    self._on_device.popitem(last=False)
+                try:
+                    copies = _Copies.made(of, bias, device)
+                except torch.OutOfMemoryError:
+                    # Rows of other versions are in the way, not needed.
+                    self._on_device.clear()
+                    copies = _Copies.made(of, bias, device)
+                self._on_device[key] = copies
+            self._on_device.move_to_end(key)
+            there = self._on_device[key]
+        return replace(head, lm_head_rows=there.rows, lm_head_bias=there.bias)
 
     def _device_bytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self._on_device.values())
+        return sum(copies.rows.nbytes for copies in self._on_device.values())
 
     def digests(self, version: int) -> tuple[bytes, ...]:
         """SHA-256 of every tensor of ``PolicyHead.tensors``. Raises RefusedError as ``get``."""

@@ -30,9 +30,6 @@ the context of its tokens stays, and a shortage that passes leaves passes to gro
 DEVICE_MEMORY = "device_memory"
 """Field of the refusal of a step that found too little memory on its device."""
 
-# What a rank tells the others of its samples, in place of 0.
-_REFUSED, _NO_MEMORY = 1, 2
-
 logger = logging.getLogger(__name__)
 
 
@@ -323,26 +320,21 @@ class Learner:
             parts = list(self._collated(samples, policy_heads))
         except RefusedError as error:
             refusal.append(error)
-        except torch.OutOfMemoryError as error:
-            logger.warning("no memory for the policy's lm_head: %s", error)
-            refusal.append(_too_little_memory("the policy's lm_head"))
         counts = torch.zeros(steps, dtype=torch.int64)
         for _, valid in parts:
             counts += valid.flatten(1).sum(1)
         own = [
             sum(sample.tokens for sample in samples),
             max((sample.policy_version for sample in samples), default=-1),
-            _code_of(refusal[0]) if refusal else 0,
+            len(refusal),
         ]
         tally = self._ranks.gather(torch.cat([counts, torch.tensor(own)]))
         if refusal:
             raise refusal.pop()
         found = tally[:, -1].tolist()
-        if _REFUSED in found:
-            where = f"refused by rank {found.index(_REFUSED)}"
-            raise RefusedError("samples", where, "none refused", "see that rank's log")
         if any(found):
-            raise _too_little_memory("another rank's")
+            where = f"refused by rank {found.index(1)}"
+            raise RefusedError("samples", where, "none refused", "see that rank's log")
         return parts, tally
 
     def _collated(
@@ -410,10 +402,6 @@ class Learner:
             setattr(self, name, int(state[f"counter.{name}"]))
         halvings, measured = state["pace"].tolist()
         self.pace = Pace(halvings, bool(measured))
-
-
-def _code_of(refusal: RefusedError) -> int:
-    return _NO_MEMORY if refusal.field == DEVICE_MEMORY else _REFUSED
 
 
 def _too_little_memory(what: str) -> RefusedError:

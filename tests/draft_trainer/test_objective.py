@@ -106,6 +106,19 @@ def test_gradient_equals_finite_differences(kind: str) -> None:
         assert (values[0] - values[1]) / 2e-5 == pytest.approx(slope, rel=1e-5, abs=1e-8), name
 
 
+def test_rows_of_another_type_of_states_are_another_batch() -> None:
+    """Float16 has no room for what bfloat16 holds, and bfloat16 none for float32's digits."""
+    policy = Policy()
+    short, *others = policy.samples(3)
+    samples = [short.repacked(dtype=torch.float16)]
+    samples += [sample.repacked(dtype=torch.bfloat16) for sample in others]
+    parts = list(batches(samples, policy.heads(), 1000))
+    assert [(len(p.token_ids), p.aux.dtype, p.final_hidden.dtype) for p in parts] == [
+        (2, torch.bfloat16, torch.bfloat16),
+        (1, torch.float16, torch.float16),
+    ]
+
+
 def test_windows_add_up_to_the_whole_sequence() -> None:
     """Anchors, metrics and gradients of windows of 4 anchors equal those of the whole rows."""
     policy, steps = Policy(), 3

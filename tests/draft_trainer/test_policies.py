@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from draft_trainer.drafters import policy
 from draft_trainer.drafters.policy import PolicyHead, PolicyHeads
 from draft_trainer.ingest.policies import MatrixFiles
 from slipstream.errors import RefusedError, StatusCode
@@ -61,3 +62,39 @@ def test_policy_heads_share_equal_matrices_and_stay_bounded() -> None:
         store.get(1)
     with pytest.raises(RefusedError, match="higher than 4"):
         store.add(PolicyHead(4, rows, embed))
+
+
+def test_rows_of_other_versions_make_room_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four of a kibibyte are kept there; a device with room for two gets the third all the same."""
+    store, device, embed = PolicyHeads(keep=4), torch.device("meta"), torch.randn(24, 16)
+    room, made = 2048, policy._Copies.made
+    copied: list[int] = []
+
+    def on_a_small_device(
+        rows: torch.Tensor, bias: torch.Tensor | None, device: torch.device
+    ) -> object:
+        copied.append(store._device_bytes())
+        if store._device_bytes() + rows.nbytes > room:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return made(rows, bias, device)
+
+    monkeypatch.setattr(policy._Copies, "made", on_a_small_device)
+    for version in range(4):
+        store.add(PolicyHead(version, torch.randn(16, 16), embed, torch.randn(16)))
+    heads = [store.get(version) for version in range(4)]
+    there = store.on(heads[0], device)
+    assert there.lm_head_rows.device == device and there.embed_tokens is embed
+    assert there.lm_head_bias is not None and there.lm_head_bias.device == device
+    store.on(heads[1], device)
+    assert store.on(heads[0], device).lm_head_rows is there.lm_head_rows
+    store.on(heads[2], device)
+    # The third was tried beside two others, and then alone.
+    assert copied == [0, 1024, 2048, 0]
+    monkeypatch.setattr(policy, "_DEVICE_BYTES", 1024)
+    store.on(heads[3], device)
+    assert copied[4:] == [0] and store._device_bytes() == 1024
+    # A version that is not held any more keeps nothing there; a batch may still have its head.
+    for version in range(4, 8):
+        store.add(PolicyHead(version, torch.randn(16, 16), embed, torch.randn(16)))
+    assert store._device_bytes() == 0
+    assert store.on(heads[3], device).lm_head_rows.device == device

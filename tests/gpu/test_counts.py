@@ -17,7 +17,7 @@ from draft_trainer.drafters.draft import Draft
 from draft_trainer.drafters.eagle3.config import HeadConfig
 from draft_trainer.drafters.eagle3.head import Eagle3Head
 from draft_trainer.drafters.loss import step_weights, ttt_objective, valid_targets
-from draft_trainer.drafters.policy import PolicyHead
+from draft_trainer.drafters.policy import PolicyHead, PolicyHeads
 from tests.draft_trainer.synthetic import dflash_document
 from tests.gpu.emulation import Counts
 
@@ -60,6 +60,7 @@ def _batch(rows: int, tokens: int, draft_vocab: int, temperature: float) -> Batc
         embeds=there(HIDDEN),
         final_hidden=there(HIDDEN),
         policy=PolicyHead(0, weight, weight),
+        heads=PolicyHeads(1),
         logits_dtype=torch.bfloat16,
         log_z=there(dtype=torch.float32),
         teacher_known=torch.arange(tokens).lt(tokens - 1).expand(rows, -1),
