@@ -194,10 +194,11 @@ class Database:
             first,
         )
         with self.transaction():
+            # Not a count for each sample: together they would read every draw for every sample.
             self.execute(
-                "UPDATE samples SET times_drawn = times_drawn - (SELECT count(*) FROM draws "
-                "WHERE draws.number = samples.number AND draw >= ?1) "
-                "WHERE number IN (SELECT number FROM draws WHERE draw >= ?1)",
+                "UPDATE samples SET times_drawn = times_drawn - undone.times FROM "
+                "(SELECT number, count(*) AS times FROM draws WHERE draw >= ? GROUP BY number) "
+                "AS undone WHERE samples.number = undone.number",
                 first,
             )
             self.execute("DELETE FROM draws WHERE draw >= ?", first)
@@ -206,7 +207,7 @@ class Database:
     def evict(
         self, max_epochs: int, remembered: int, condition: str, *values: Any
     ) -> list[tuple[int, int, int, int]]:
-        """Mark residents as evicted; of the oldest rows beyond ``remembered`` the keys go too.
+        """Mark residents as evicted; of the oldest beyond ``remembered``, keys and draws go too.
 
         Returns:
             Of each its start and size, whether it is exhausted, and whether it is untrained.
@@ -218,11 +219,12 @@ class Database:
         ).fetchall()
         update = "UPDATE samples SET start = NULL, size = NULL, header = NULL"
         self.execute(f"{update} WHERE {condition}", *values)
-        self.execute(
-            "DELETE FROM samples WHERE start IS NULL AND number <= "
-            "(SELECT max(number) FROM samples) - ?",
-            remembered,
+        forgotten = (
+            "SELECT number FROM samples WHERE start IS NULL AND number <= "
+            "(SELECT max(number) FROM samples) - ?"
         )
+        for table in ("draws", "samples"):
+            self.execute(f"DELETE FROM {table} WHERE number IN ({forgotten})", remembered)
         return gone
 
     def tokens_of_a_version(self) -> int:
@@ -255,6 +257,7 @@ class Database:
             (verdict,) = connection.execute("PRAGMA quick_check(1)").fetchone()
             if verdict != "ok":
                 raise sqlite3.DatabaseError(verdict)
+            connection.execute("CREATE INDEX IF NOT EXISTS draws_by_number ON draws (number)")
             for name, text, seal in connection.execute("SELECT name, value, seal FROM meta"):
                 if seal == seal_of(name, text):
                     self._facts.setdefault(name, text)
