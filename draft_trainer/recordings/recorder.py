@@ -199,9 +199,10 @@ class RecordingWriter:
         return sha256
 
     def _replace_index(self, **changes: object) -> None:
-        self.index = self.index.model_copy(update=changes)
+        index = self.index.model_copy(update=changes)
         with written_whole(self._directory / INDEX_FILE) as temporary:
-            temporary.write_text(self.index.model_dump_json(indent=2) + "\n", encoding="utf-8")
+            temporary.write_text(index.model_dump_json(indent=2) + "\n", encoding="utf-8")
+        self.index = index
 
 
 class Recorder:

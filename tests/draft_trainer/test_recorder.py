@@ -25,7 +25,7 @@ from draft_trainer.ingest.run import Run, policy_of
 from draft_trainer.ingest.store import SampleStore
 from draft_trainer.recordings import recorder as recording_writer
 from draft_trainer.recordings.recorder import Recorder, RecordingWriter
-from draft_trainer.recordings.recording import Recording, read_index
+from draft_trainer.recordings.recording import INDEX_FILE, Recording, read_index
 from slipstream.errors import RefusedError
 from slipstream.sample import Sample
 from slipstream.v1 import draft_trainer_pb2 as pb
@@ -215,6 +215,27 @@ def test_a_full_disk_loses_shards_not_the_recorder(
     blocks = sum(recording[i].nbytes for i in range(recorded))
     matrices = [*head.tensors, draft_vocab_ids().long()]
     assert writer.nbytes == blocks + sum(tensor.nbytes for tensor in matrices)
+
+
+def test_a_shard_whose_entry_cannot_be_written_is_lost_for_good(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig, whole, written = Rig(tmp_path), recording_writer.written_whole, list[str]()
+
+    @contextmanager
+    def full_at_the_first_shards_entry(path: Path) -> Iterator[Path]:
+        with whole(path) as temporary:
+            written.append(path.name)
+            shards = [name for name in written if name.startswith("states-")]
+            if len(shards) == 1 and path.name == INDEX_FILE:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            yield temporary
+
+    monkeypatch.setattr(recording_writer, "written_whole", full_at_the_first_shards_entry)
+    rig.record(Policy().samples(20))
+    recorded, shed = rig.counts()
+    assert shed["write_failed"] > 0 and recorded + shed["write_failed"] == 20
+    assert len(Recording(tmp_path / "run-000000")) == recorded > 0
 
 
 @pytest.mark.parametrize(
