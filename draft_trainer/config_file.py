@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 import json
 import os
+import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -21,6 +22,9 @@ from slipstream.errors import RefusedError
 from slipstream.hub import local_folder
 
 M = TypeVar("M", bound=Section)
+
+_PAIR = re.compile(r"\\u(?:d[89ab]..)\\u(?:d[c-f]..)")
+"""A character beyond the first 65,536 as JSON escapes it; TOML takes no surrogates."""
 
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> TrainerConfig:
@@ -84,10 +88,11 @@ def shown(config: TrainerConfig) -> str:
 
 
 def _toml(value: object) -> str:
-    """A value of a section; JSON's texts, numbers and lists are TOML's."""
+    """A value of a section; JSON's texts, numbers and lists are TOML's, surrogate pairs aside."""
     if isinstance(value, tuple):
         value = [str(one) for one in value]
-    return json.dumps(value if isinstance(value, list | int | float) else str(value))
+    text = json.dumps(value if isinstance(value, list | int | float) else str(value))
+    return _PAIR.sub(lambda pair: rf"\U{ord(json.loads(chr(34) + pair[0] + chr(34))):08x}", text)
 
 
 def read_toml(path: Path) -> dict[str, object]:

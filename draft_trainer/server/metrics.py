@@ -57,7 +57,7 @@ def _which(
 FACTS: tuple[Fact[TrainerStatus], ...] = (
     Fact(
         "training_failed",
-        "1 while training cannot go on: its thread ended with an error, or waits for a full disk.",
+        "1 while training cannot go on: its thread failed, or waits for space on a disk or a GPU.",
         lambda s: bool(s.training_error),
     ),
     Fact(

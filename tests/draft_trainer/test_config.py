@@ -183,7 +183,7 @@ def test_options_override_the_file_and_are_checked_like_it(tmp_path: Path) -> No
 def test_the_configuration_as_shown_is_the_same_configuration(tmp_path: Path) -> None:
     (tmp_path / "draft").mkdir()
     path = tmp_path / "trainer.toml"
-    path.write_text('[draft]\ninitial = "draft"\n')
+    path.write_text('[draft]\ninitial = "draft"\nregistry = "\\u00e9 \\U0001f680 \\\\ud83d"\n')
     over = ["access.feed_tokens=['a', 'b']", "replay.held_out_fraction=0.2", "gate.min_gain=0.5"]
     config = load_config(path, over)
     again = tmp_path / "shown.toml"
