@@ -286,6 +286,21 @@ def test_nothing_grows_with_the_length_of_a_run(tmp_path: Path) -> None:
     assert (tmp_path / ARENA).stat().st_size == capacity + ALIGNMENT
 
 
+def test_draws_are_bounded_while_no_training_state_is_written(tmp_path: Path) -> None:
+    """With ``training.state_every_steps = 0``, or on a full disk: what is forgotten has none."""
+    store = open_store(tmp_path, 20 * SIZE, ledger_entries=50, max_epochs=2)
+    store.begin("run", {})
+    for number in range(400):
+        assert put(store, f"s{number}", number // 10)
+        all_drawn(store)
+    rows = rows_of(store)
+    assert rows["draws"] <= 2 * rows["samples"] <= 2 * (50 + 20)
+    # What is left is undone all the same.
+    store.rewind(0, 0)
+    assert rows_of(store)["draws"] == 0
+    assert store._db.one("SELECT total(times_drawn) FROM samples") == 0
+
+
 def test_puts_and_draws_from_many_threads_lose_nothing(tmp_path: Path) -> None:
     store = open_store(tmp_path, 1 << 20, max_epochs=1)
     store.begin("run", {})
