@@ -151,6 +151,8 @@ class Connection:
         session = self._open_run()
         again = self._outbox.requeue_sent()
         file, why_inline = self._shared_file()
+        if file is None and self._outbox.leave_file():
+            file, why_inline = self._shared_file()
         header = pb.StreamHeader(session_id=session.session_id)
         try:
             self._counters.transport("grpc" if file is None else "shared_memory", why_inline)

@@ -202,6 +202,18 @@ class Outbox:
             self._move(entry, target)
         return target
 
+    def leave_file(self) -> bool:
+        """Move what is held out of an earlier stream's file, if that is where it is.
+
+        A file keeps the memory of every block that was ever written to it. With what the trainer
+        had not let go of, that may be more than leaves room for the next file.
+        """
+        with self._changed:
+            shared = bool(self._blocks.file.name)
+        if shared:
+            self.move_to(SharedFile.anonymous(file_bytes(self._capacity)))
+        return shared
+
     def peek(self, timeout: float) -> Entry | None:
         """The next sample to send, which stays held; None if none came in time or closed."""
         deadline = time.monotonic() + timeout

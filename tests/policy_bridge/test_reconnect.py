@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+import weakref
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from transformers import Qwen3ForCausalLM
 from policy_bridge import PolicyBridge
 from policy_bridge.capture import NullCapture
 from slipstream.errors import RefusedError, StatusCode
+from slipstream.shm import SharedFile
 from tests.waiting import until
 
 from .conftest import Connect, batch, deliver, make_model, ship, sync
@@ -79,6 +82,28 @@ def test_a_trainer_with_too_much_to_do_is_asked_again(
     assert trainer.refuse_announcements == []
     # On the stream that it has; no window is refused meanwhile.
     assert (stats.connects, stats.last_error) == (1, "")
+
+
+def test_the_file_of_a_lost_stream_makes_room_for_the_next_ones(
+    trainer: FakeTrainer, connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With shared memory for one file at a time, the second stream has one too."""
+    create, files = SharedFile.create, list[weakref.ref[SharedFile]]()
+
+    def one_at_a_time(directory: Path, nbytes: int) -> SharedFile:
+        if any(file() is not None for file in files):
+            raise RefusedError(str(directory), "no space", f"{nbytes} bytes", "make room")
+        file = create(directory, nbytes)
+        files.append(weakref.ref(file))
+        return file
+
+    monkeypatch.setattr(SharedFile, "create", one_at_a_time)
+    port, bridge, *_ = killed_with_three_unacknowledged(trainer, connect)
+    trainer.ack = True
+    with trainer.serve(port):
+        assert bridge.flush(DEADLINE)
+        assert bridge.stats().transport_reason == "it is a double", "which it says of a file"
+    assert trainer.received[:3] == trainer.received[3:] and len(files) == 2
 
 
 def test_a_stream_without_news_is_opened_again(trainer: FakeTrainer, connect: Connect) -> None:
