@@ -264,7 +264,7 @@ class PolicyBridge(AbstractContextManager["PolicyBridge"]):
         """
         self._check_open()
         try:
-            check_temperature(temperature)
+            temperature = check_temperature(temperature)
             sampled_with = sampling_of(sampling or {})
             if forwards is not None and forwards < 1:
                 raise RefusedError("forwards", forwards, "at least 1, or None", "count the passes")

@@ -6,6 +6,7 @@ import random
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TypeVar, cast
@@ -317,7 +318,7 @@ class Capture:
         if isinstance(values, torch.Tensor):
             own = values.detach()
             return cast(T, own.clone() if self.copier.deferred else own)
-        return values
+        return copy(values)
 
     def _hold(self, record: Record) -> None:
         """Take a pass into the window, which stays within ``device_bytes``."""
@@ -372,18 +373,19 @@ class Capture:
                 self.counters.shed("device_memory", rows, 0)
             return None
 
-        def copy(chosen: list[Chosen]) -> None:
+        def copy_chosen(chosen: list[Chosen]) -> None:
             try:
                 with torch.no_grad():
                     self._copy_and_offer(chosen)
             except RefusedError as error:
+                self.counters.shed("capture_refused", len(chosen), 0)
                 self._refuse(error)
             except torch.OutOfMemoryError:
                 self.counters.shed("device_memory", len(chosen), 0)
             else:
                 self.done(not self.probe)
 
-        taken = self.copier.submit(choose, copy, nbytes)
+        taken = self.copier.submit(choose, copy_chosen, nbytes)
         if not taken:
             self.counters.shed("copies_behind", rows, 0)
         return taken
@@ -453,6 +455,7 @@ class Capture:
         return chosen
 
     def _copy_and_offer(self, chosen: list[Chosen]) -> None:
+        """What is offered, or counted as shed, is taken out of ``chosen``."""
         for group in self._groups(chosen):
             nbytes = [one.layout.nbytes for one in group]
             pinned = self.copier.pinned
@@ -466,23 +469,26 @@ class Capture:
                 one.write_origin(header)
                 sample = Sample(header, block)
                 fill(sample, one)
-                filled.append((sample, one.priority))
+                filled.append((sample, one))
             self.copier.settle()
             # Again, with the copies done: the loop has gone on meanwhile.
             _check_unwritten([one.record for one in group])
-            for sample, priority in filled:
-                self.offer(sample, priority)
+            for sample, one in filled:
+                chosen.remove(one)
+                self.offer(sample, one.priority)
 
     def _groups(self, chosen: list[Chosen]) -> Iterator[list[Chosen]]:
         """What is copied together."""
         group: list[Chosen] = []
-        for one in chosen:
+        for one in [*chosen]:
             nbytes = one.layout.nbytes + sum(other.layout.nbytes for other in group)
             if group and nbytes > GROUP_BYTES:
                 yield group
                 group = []
             if self.takes(one.layout.nbytes, one.priority):
                 group.append(one)
+            else:
+                chosen.remove(one)
         if group:
             yield group
 

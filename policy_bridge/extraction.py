@@ -129,7 +129,7 @@ class Record:
         )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Chosen:
     """A candidate that goes out.
 

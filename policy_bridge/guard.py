@@ -47,15 +47,16 @@ def thread_ended(which: str) -> RefusedError:
     )
 
 
-def check_temperature(temperature: float) -> None:
-    """Raise RefusedError unless ``temperature`` is a finite number above 0."""
+def check_temperature(temperature: object) -> float:
+    """``temperature`` as a number. Raises RefusedError: it is no finite one above 0."""
     try:
-        number = float(temperature)
+        number = float(temperature)  # type: ignore[arg-type]
     except (TypeError, ValueError):
         number = math.nan
     if not math.isfinite(number) or number <= 0:
         step = "pass the rollouts' temperature"
         raise RefusedError("temperature", repr(temperature), "a finite number > 0", step)
+    return number
 
 
 class CaptureGuard:

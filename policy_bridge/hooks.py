@@ -224,8 +224,10 @@ class ForwardTap:
             return None
 
     def _end_at_norm(
-        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: torch.Tensor
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: object
     ) -> None:
+        if not isinstance(output, torch.Tensor):
+            return
         # A fused loss multiplies in autocast's dtype where that is on, else in its input's.
         kind, dtype = output.device.type, output.dtype
         if torch.is_autocast_enabled(kind):

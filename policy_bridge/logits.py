@@ -65,9 +65,12 @@ def form_of(model: nn.Module, scale: float | None = None, cap: float | None = No
     Raises:
         RefusedError: a factor or soft cap that cannot be one.
     """
+    known = {False: scale, True: cap}
     for path, key, value in numbers_of(getattr(model, "config", None)):
         is_cap = _SOFT_CAP.fullmatch(key) is not None and value != 0
         if _OTHER_PART.search(path) or not (is_cap or key in _FACTORS or key in _DIVISORS):
+            continue
+        if known[is_cap] is not None:
             continue
         if not math.isfinite(value) or value <= 0:
             step = "set logit_scale or logit_soft_cap in BridgeConfig"

@@ -6,7 +6,6 @@ import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
@@ -235,8 +234,8 @@ class Counters:
             counted: dict[str, Any] = dict(self._counts)
             return BridgeStats(
                 **counted,
-                refused_by_field=MappingProxyType(dict(self._refused)),
-                shed=MappingProxyType(dict(self._shed)),
+                refused_by_field=dict(self._refused),
+                shed=dict(self._shed),
                 transport=transport,
                 transport_reason=reason,
                 last_error=self._last_error,

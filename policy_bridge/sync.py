@@ -44,21 +44,25 @@ _JOINED = "it joined after the policy was staged; the next sync brings it one"
 
 
 class PolicySyncError(RuntimeError):
-    """At least one rollout server did not take the policy.
+    """At least one rollout server did not take the policy. Can be pickled, as Ray does.
 
     Attributes:
         errors: by server address.
         result: what was reached before it.
     """
 
-    def __init__(self, stage: str, errors: Errors, result: SyncResult) -> None:
-        self.errors = {address: describe(error) for address, error in errors.items()}
+    def __init__(self, stage: str, errors: Mapping[str, str], result: SyncResult) -> None:
+        self._stage = stage
+        self.errors = {**errors}
         self.result = result
         texts = "; ".join(f"{address}: {text}" for address, text in self.errors.items())
         super().__init__(
             f"policy version {result.policy_version} was not {stage} on {len(errors)} rollout "
             f"server(s): {texts}. Next step: see to those servers, then sync again"
         )
+
+    def __reduce__(self) -> tuple[type[PolicySyncError], tuple[object, ...]]:
+        return type(self), (self._stage, self.errors, self.result)
 
 
 @dataclass(eq=False)
@@ -209,7 +213,7 @@ class SyncWindow:
             self._so_far, policy_pushed=True, stage_seconds=time.monotonic() - started
         )
         if errors:
-            self._push_error = PolicySyncError("staged", errors, self._so_far)
+            self._push_error = PolicySyncError("staged", _texts(errors), self._so_far)
             raise self._push_error
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -255,7 +259,7 @@ class SyncWindow:
         )
         if failed:
             self._abort()
-            raise PolicySyncError("committed", failed, self._so_far)
+            raise PolicySyncError("committed", _texts(failed), self._so_far)
         if self._stage_id:
             self.fleet.members = self._named.intersection(self.servers)
 
@@ -319,9 +323,8 @@ class SyncWindow:
         # ``send`` would wait for ever for one that is left out.
         if not left or self._send is not None:
             return errors
-        texts = {address: describe(error) for address, error in gone.items()}
         self.servers = left
-        self._so_far = replace(self._so_far, left_out={**self._so_far.left_out, **texts})
+        self._so_far = replace(self._so_far, left_out={**self._so_far.left_out, **_texts(gone)})
         return {address: error for address, error in errors.items() if address not in gone}
 
     def _trainer_error(self, call: str, error: grpc.RpcError) -> None:
@@ -350,6 +353,10 @@ class NullSyncWindow(AbstractContextManager["NullSyncWindow"]):
     def push_external(self, update: Mapping[str, object], send: Callable[[], None]) -> None:
         """As ``push_policy``."""
         self.push_policy()
+
+
+def _texts(errors: Errors) -> dict[str, str]:
+    return {address: describe(error) for address, error in errors.items()}
 
 
 def _unreachable(error: Exception) -> bool:

@@ -14,6 +14,7 @@ with the loss and never calls it, hence ``final_norm``.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ import torch
 from policy_bridge.adapters.completions import Rollouts
 from policy_bridge.bridge import DisabledBridge, PolicyBridge
 from policy_bridge.capture import Capture, NullCapture
+from policy_bridge.hooks import watch
 from slipstream.sampling import SAMPLING
 
 
@@ -99,7 +101,8 @@ class TrlRollouts:
     def _begin_window(self, trainer: Any, rows: int) -> None:
         """Capture each of the generation batch's ``rows`` once, in the next passes over them."""
         if not self._hooked:
-            trainer.model.register_forward_hook(self._after_forward, with_kwargs=True)
+            # Copies of the model that the loop makes are not watched.
+            watch(trainer.model, partial(self._after_forward, trainer.model), after=True)
             self._hooked = True
         # TRL then leaves autocast for lm_head.
         self._logits_dtype = torch.float32 if trainer.args.cast_lm_head_to_fp32 else None
@@ -121,7 +124,7 @@ class TrlRollouts:
             self._capture = None
 
     def _after_forward(
-        self, module: torch.nn.Module, args: Any, kwargs: dict[str, Any], output: Any
+        self, module: torch.nn.Module, args: Any, kwargs: Mapping[str, Any], output: Any
     ) -> None:
         if self._capture is None or not module.training or not kwargs.get("fused_lm_head"):
             return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -21,7 +22,7 @@ from examples.arithmetic_grpo.processes import Services
 from examples.arithmetic_grpo.tokenizer import token_ids
 from examples.local_services import SHORT, draft_trainer
 from examples.trl_grpo.train import grpo_trainer, open_bridge
-from policy_bridge import PolicyBridge
+from policy_bridge import DisabledBridge, PolicyBridge
 from policy_bridge.adapters.completions import Completion, CompletionsClient
 from policy_bridge.adapters.trl import TrlRollouts, whole_policy
 from slipstream.client import open_channel
@@ -49,6 +50,23 @@ SMALL: dict[str, Any] = {
     "temperature": TEMPERATURE,
 }
 SAMPLED_WITH = {"top_p": 0.9, "min_p": 0.02, "generation_kwargs": {"presence_penalty": 0.5}}
+
+
+def test_the_trained_model_can_be_copied_while_its_passes_are_watched() -> None:
+    """To merge adapters, or as a reference: the copy is not watched."""
+    model = torch.nn.Linear(2, 2)
+    adapter = TrlRollouts(DisabledBridge(), FixedRollouts())
+    args = SimpleNamespace(
+        **{"cast_lm_head_to_fp32": False, "per_device_train_batch_size": 1, "temperature": 1.0},
+        **{"max_completion_length": 1, "top_p": 1.0, "top_k": 0, "min_p": None},
+        **{"repetition_penalty": 1.0, "generation_kwargs": None},
+    )
+    adapter._begin_window(SimpleNamespace(model=model, args=args, beta=0.0, eos_token_ids=[]), 1)
+    copied = copy.deepcopy(model)
+    calls = list[Any]()
+    adapter._capture = SimpleNamespace(ship=lambda *given, **named: calls.append(given))  # type: ignore[assignment]
+    copied(torch.zeros(1, 2))
+    assert calls == [] and len(model._forward_hooks) == 1
 
 
 def test_what_the_adapter_hooks_into_is_in_this_trl() -> None:

@@ -10,6 +10,8 @@ import random
 import threading
 import weakref
 from collections.abc import Iterator
+from copy import deepcopy
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +21,7 @@ from policy_bridge.capture import Capture
 from policy_bridge.copier import JOBS, Copier
 from policy_bridge.selection import Spent, bytes_per_token
 from slipstream.errors import RefusedError
+from slipstream.sample import Sample
 from tests.tiny import tiny_qwen3
 
 from .conftest import Connect, batch, deliver, make_model
@@ -201,6 +204,40 @@ def test_passes_that_go_with_one_that_finds_no_memory_are_counted(
     assert not windows.samples
 
 
+@pytest.mark.parametrize("error", ["memory", "refusal"])
+def test_what_was_handed_over_before_the_copies_failed_is_counted_once(
+    monkeypatch: pytest.MonkeyPatch, error: str
+) -> None:
+    """Four samples in four groups: one is offered, one is not taken, two come to nothing."""
+    model, data = tiny_qwen3().eval(), batch((ROW,) * 4)
+    windows, filled = Windows(model), []
+    taken = iter((True, False, True, True))
+
+    def fill(sample: Sample, chosen: extraction.Chosen) -> None:
+        filled.append(sample)
+        if len(filled) == 2:
+            if error == "memory":
+                raise torch.OutOfMemoryError("seeded by a test")
+            raise RefusedError("hidden_states", "written in place", "none", "seeded by a test")
+        extraction.fill(sample, chosen)
+
+    def takes(nbytes: int, priority: int) -> bool:
+        took = next(taken)
+        if not took:
+            windows.counters.shed("outbox_full", 1, nbytes)
+        return took
+
+    monkeypatch.setattr("policy_bridge.capture.fill", fill)
+    monkeypatch.setattr("policy_bridge.capture.GROUP_BYTES", 1)
+    with windows.open(takes=takes, refuse=lambda refusal: None) as capture:
+        run(capture, model, data, rows=4)
+    stats, reason = windows.counters.snapshot(), "device_memory"
+    if error == "refusal":
+        reason = "capture_refused"
+    assert len(windows.samples) == 1 and stats.chosen_samples == 4
+    assert stats.shed == {"outbox_full": 1, reason: 2}
+
+
 def _out_of_memory(*_: object, **__: object) -> None:
     raise torch.OutOfMemoryError("seeded by a test")
 
@@ -221,24 +258,24 @@ def test_a_hook_without_memory_does_not_end_the_pass(monkeypatch: pytest.MonkeyP
 
 def test_what_the_loop_uses_again_is_copied(copier: Copier) -> None:
     model, data = tiny_qwen3().eval(), batch((9, 7))
-    given: dict[str, torch.Tensor] = {
+    given: dict[str, Any] = {
         **data,
         "input_ids": data["input_ids"].int(),
         "position_ids": torch.arange(9).repeat(2, 1),
         "sampled_logprobs": -torch.rand(2, 9),
         "sampled_logits": torch.rand(2, 9),
         "prompt_lengths": torch.tensor([2, 2]),
-        "rollout_versions": torch.tensor([5, 6]),
+        "rollout_versions": [5, 6],
     }
     found = []
     for overwritten in (False, True):
-        windows, own = Windows(model), {key: value.clone() for key, value in given.items()}
+        windows, own = Windows(model), deepcopy(given)
         go_on = hold(copier)
         with torch.no_grad(), windows.open(copier=copier, probe=False) as capture:
             model(own["input_ids"], attention_mask=own["attention_mask"])
             capture.ship(**own)
-            for tensor in own.values() if overwritten else ():
-                tensor.zero_()
+            for value in own.values() if overwritten else ():
+                value.__setitem__(slice(None), [0, 0] if isinstance(value, list) else 0)
         go_on.set()
         assert copier.wait_idle(DEADLINE)
         found.append({tuple(s.token_ids.tolist()): s for s in windows.samples})

@@ -295,6 +295,7 @@ def test_a_nested_configuration_is_read() -> None:
     model.config = Nested(logits_scaling=0.0)
     with pytest.raises(RefusedError, match=r"text_config\.logits_scaling"):
         form_of(model)
+    assert form_of(model, scale=1.0) == LogitForm(1.0)
 
 
 Change = Callable[[torch.Tensor], torch.Tensor]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -207,6 +208,32 @@ def compiled_layers_around() -> Plain:
     for index, block in enumerate(model.blocks):
         model.blocks[index] = torch.compile(block, backend=COMPILES)
     return model
+
+
+def test_a_final_norm_that_returns_no_tensor_leaves_the_pass_alone() -> None:
+    """A fused norm returns the residual stream too. ``ship`` says what to set."""
+
+    class Fused(nn.LayerNorm):
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
+            return super().forward(x), x
+
+    class Normed(Plain):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = Fused(16)
+
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            x = self.table(ids)
+            for block in self.blocks:
+                x = block(scale=0.5, x=x)
+            return self.norm(x)[0] @ self.out.weight.T
+
+    model, data, told = Normed(), batch((9, 5)), list[RefusedError]()
+    windows = Windows(model, paths=replace(PLAIN, final_norm="norm"))
+    with windows.open(refuse=told.append) as capture:
+        model(data["input_ids"]).sum().backward()
+        capture.ship(**data, sampled_logprobs=torch.full((2, 9), -1.0))
+    assert windows.samples == [] and "modules.final_norm" in str(told[0])
 
 
 @pytest.mark.parametrize("make", [plain, compiled_layers_in_place, compiled_layers_around])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -278,6 +279,20 @@ def test_arguments_of_a_window_are_refused_alike(trainer: FakeTrainer, connect: 
     ):
         assert isinstance(bridge.capture(**arguments), NullCapture)  # type: ignore[arg-type]
         assert bridge.stats().capture_off_reason.startswith(field)
+
+
+@pytest.mark.parametrize("temperature", ["0.5", torch.tensor([0.5])])
+def test_a_temperature_from_a_file_or_a_tensor_is_a_number(
+    trainer: FakeTrainer, connect: Connect, temperature: Any
+) -> None:
+    model, data = make_model(), batch((8,))
+    bridge = connect(model=model, version=1)
+    with torch.no_grad(), bridge.capture(temperature=temperature) as capture:
+        model(data["input_ids"], attention_mask=data["attention_mask"])
+        capture.ship(**data)
+    assert bridge.flush(DEADLINE)
+    (sample,) = trainer.samples.values()
+    assert sample.temperature == 0.5
 
 
 def test_mistakes_in_handling_the_bridge_raise_in_both_modes(

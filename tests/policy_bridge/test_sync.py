@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import pickle
 import threading
 from typing import Any
 
@@ -42,6 +44,18 @@ def commit_all(trainer: FakeTrainer, rollouts: Rollouts) -> None:
         return pb.PublishResult(draft_version=7, servers=outcomes)
 
     trainer.on_complete = complete
+
+
+def test_errors_and_figures_cross_processes(trainer: FakeTrainer, connect: Connect) -> None:
+    """As Ray and torch.distributed carry them: pickled, and copied field by field."""
+    error = PolicySyncError("staged", {"host:1": "it is gone"}, SyncResult(3, policy_pushed=True))
+    again = pickle.loads(pickle.dumps(error))  # noqa: S301
+    assert (str(again), again.errors, again.result) == (str(error), error.errors, error.result)
+    bridge = connect(version=1)
+    bridge._counters.shed("outbox_full", 2, 9)
+    stats = bridge.stats()
+    assert pickle.loads(pickle.dumps(stats)) == stats  # noqa: S301
+    assert dataclasses.asdict(stats)["shed"] == {"outbox_full": 2}
 
 
 def test_policy_and_draft_are_committed_in_one_call(
