@@ -170,11 +170,14 @@ def refuse_fixed_lengths(runner: str, sources: Sources, vllm_version: str) -> No
 
 
 def refuse_short_draft(runner: str, config: Any) -> None:
-    """Refuse a draft whose sequences are shorter than the policy's, on Model Runner V1.
+    """Refuse a draft whose sequences are shorter than the policy's.
 
-    One sequence beyond the draft's length ends the drafts of its whole batch, and vLLM counts them
-    as rejected (``_input_fits_in_drafter``, https://github.com/vllm-project/vllm/pull/34757 and
+    On Model Runner V1 one sequence beyond the draft's length ends the drafts of its whole batch,
+    and vLLM counts them as rejected (``_input_fits_in_drafter``,
+    https://github.com/vllm-project/vllm/pull/34757 and
     https://github.com/vllm-project/vllm/pull/54054): a good draft would seem to have none accepted.
+    On V2 vLLM makes the rotary table of most drafts as long as the policy's. Of the others 0.32
+    reads beyond their tables, and 0.33 shortens the policy, which ends rollouts early.
 
     Args:
         runner: "V1" or "V2".
@@ -183,15 +186,23 @@ def refuse_short_draft(runner: str, config: Any) -> None:
     Raises:
         RefusedError: naming both lengths.
     """
-    speculative, expected = config.speculative_config, config.model_config.max_model_len
+    speculative, policy = config.speculative_config, config.model_config
     draft = getattr(speculative, "draft_model_config", None)
-    if runner != "V1" or draft is None or draft.max_model_len >= expected:
+    if draft is None:
+        return
+    lengthened = getattr(speculative, "draft_shares_target_positions", None)  # from 0.33 on
+    if runner == "V2" and (lengthened() if lengthened else speculative.method == "eagle3"):
+        return
+    asked = policy.original_max_model_len
+    fits_memory = asked == -1
+    expected = policy.max_model_len if fits_memory else policy.get_and_verify_max_len(asked)
+    if draft.max_model_len >= expected:
         return
     found, next_step = draft.max_model_len, "leave max_model_len out of --draft-config"
     if speculative.max_model_len is None:
         other = f"raise max_position_embeddings in the draft's config.json to {expected}"
         next_step = f"serve with --max-model-len {found}, or {other}"
-    text = f"at least {expected}, the policy's, on Model Runner V1"
+    text = f"at least {expected}, the policy's, on Model Runner {runner}"
     raise RefusedError("max_model_len of the draft", found, text, next_step)
 
 

@@ -330,10 +330,15 @@ def _check_supported(args: argparse.Namespace) -> None:
         ("--nnodes", 1, one_host),
         ("--enable-eplb", None, "a push would put experts back where they were loaded"),
         ("--ec-transfer-config", None, "its store would keep an older policy's embeddings"),
+        ("--watermark-config", None, "rollouts would not be samples of the policy"),
     ):
         found = getattr(args, option.removeprefix("--").replace("-", "_"), None)
         if found is not None and found is not False and (most is None or found > most):
             raise RefusedError(option, found, "not given" if most is None else most, why)
+    if args.load_format == "ipc_cache":
+        expected = "a format that loads weights into this server's own memory"
+        next_step = "leave it out: a push would write into the memory of other servers"
+        raise RefusedError("--load-format", args.load_format, expected, next_step)
     local = args.data_parallel_size_local
     if local not in (None, args.data_parallel_size) or args.data_parallel_backend != "mp":
         found = f"{local} with --data-parallel-backend {args.data_parallel_backend}"

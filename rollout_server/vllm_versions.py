@@ -143,6 +143,9 @@ HOOKS: tuple[Hook, ...] = (
     Hook("vllm.v1.engine.parallel_sampling", "ParentRequest.get_child_info", ("self", "index")),
     Hook("vllm.v1.engine.input_processor", "InputProcessor.assign_request_id", ("request",)),
     Hook("vllm.config.model", "ModelConfig.is_moe"),
+    # Lengths: app.py.
+    Hook("vllm.config.model", "ModelConfig.original_max_model_len"),
+    Hook("vllm.config.model", "ModelConfig.get_and_verify_max_len", ("self", "max_model_len")),
     # Workers: worker.py.
     *_hooks(_WORKER, "Worker", "get_model", "get_draft_model", "model_runner", "requested_memory"),
     Hook(_WORKER, "Worker.determine_available_memory", ("self",)),

@@ -258,9 +258,17 @@ def slipstream_check_transfer(self: Any, transfer: str) -> str:
     if engine is None:
         return "no weight-transfer engine: start the server with --weight-transfer-config"
     try:
-        engine.parse_update_info(_own_update(self, transfer))
+        update = engine.parse_update_info(_own_update(self, transfer))
     except (ValueError, TypeError, KeyError, IndexError) as error:
         return f"{type(engine).__name__}: {type(error).__name__}: {error}"
+    # From vLLM 0.33 on, an empty update over NCCL is of the tensors of the one before it. Where
+    # there was none it would load nothing, and the old weights would count as the new version.
+    before = getattr(engine, "_last_update_info", None)
+    if before is not None and not update.names and self.get_model() not in before:
+        return (
+            f"{type(engine).__name__}: an update without names, and none before it since the "
+            "engine was initialised: send names, dtype_names and shapes"
+        )
     return ""
 
 

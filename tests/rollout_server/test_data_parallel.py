@@ -227,6 +227,19 @@ def test_each_core_checks_and_loads_its_own_entry_of_an_update() -> None:
     assert loaded == [good, good]
 
 
+def test_an_update_that_would_load_nothing_is_refused() -> None:
+    """vLLM 0.33's engine for NCCL takes empty lists for those of the update before."""
+    model, before = object(), dict[object, object]()
+    engine = SimpleNamespace(
+        parse_update_info=lambda update: SimpleNamespace(**update), _last_update_info=before
+    )
+    worker = SimpleNamespace(weight_transfer_engine=engine, get_model=lambda: model)
+    assert "none before it" in slipstream_check_transfer(worker, json.dumps({"names": []}))
+    assert slipstream_check_transfer(worker, json.dumps({"names": ["a"]})) == ""
+    before[model] = "what the update before had"
+    assert slipstream_check_transfer(worker, json.dumps({"names": []})) == ""
+
+
 def test_steps_of_all_cores_are_summed() -> None:
     sums = asyncio.run(VllmEngine(Client()).step_sums())
     assert {key: (total.steps, total.seconds) for key, total in sums.items()} == {

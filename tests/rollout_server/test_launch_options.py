@@ -111,6 +111,11 @@ def test_data_parallel_ranks_of_one_command_draft_as_many_tokens_in_every_step(p
             "--enable-eplb: found True, expected not given",
         ),
         (
+            ("--watermark-config", '{"key": 1}'),
+            "--watermark-config: found .*expected not given.*samples of the policy",
+        ),
+        (("--load-format", "ipc_cache"), "--load-format: found ipc_cache"),
+        (
             ("--ec-transfer-config", '{"ec_connector": "Own", "ec_role": "ec_both"}'),
             "--ec-transfer-config: found .*expected not given.*older policy's",
         ),

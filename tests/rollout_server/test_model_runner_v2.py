@@ -6,6 +6,7 @@ import json
 import shutil
 import types
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -172,7 +173,7 @@ def test_lengths_are_not_chosen_where_the_runner_drafts_the_longest_always() -> 
     ("positions", "given", "next_step"),
     [(64, None, "--max-model-len 64, or raise .* to 256"), (512, 128, "out of --draft-config")],
 )
-def test_a_draft_of_shorter_sequences_than_the_policys_is_refused_on_runner_v1(
+def test_a_draft_of_shorter_sequences_than_the_policys_is_refused(
     positions: int,
     given: int | None,
     next_step: str,
@@ -202,5 +203,18 @@ def test_a_draft_of_shorter_sequences_than_the_policys_is_refused_on_runner_v1(
         app.refuse_short_draft("V1", short)
     app.refuse_short_draft("V2", short)
     app.refuse_short_draft("V1", config(64))
+    # On V2 from 0.33 on, the policy's length is the draft's by now where it cannot be longer.
+    for lengthened, method in ((lambda: False, "dflash"), (None, "draft_model")):
+        lowered = SimpleNamespace(max_model_len=given, method=method)
+        lowered.draft_model_config = short.speculative_config.draft_model_config
+        if lengthened:
+            lowered.draft_shares_target_positions = lengthened
+        policy = SimpleNamespace(max_model_len=found, original_max_model_len=256)
+        policy.get_and_verify_max_len = short.model_config.get_and_verify_max_len
+        config_of_v2 = SimpleNamespace(speculative_config=lowered, model_config=policy)
+        with pytest.raises(RefusedError, match=rf"found {found}, .*256.*V2.*{next_step}"):
+            app.refuse_short_draft("V2", config_of_v2)
+        policy.original_max_model_len = -1
+        app.refuse_short_draft("V2", config_of_v2)
     short.speculative_config = None
     app.refuse_short_draft("V1", short)
