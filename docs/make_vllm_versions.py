@@ -19,7 +19,6 @@ from rollout_server.vllm_versions import (
     HOOKS,
     KNOWN,
     PLACES,
-    TESTED,
     ReadSource,
     Sources,
     missing,
@@ -27,7 +26,11 @@ from rollout_server.vllm_versions import (
 
 PAGE = Path(__file__).with_name("operations.md")
 _BEGIN, _END = "<!-- make_vllm_versions: begin -->\n", "<!-- make_vllm_versions: end -->\n"
-_NOT_RUN = {"0.30": "started on a CPU, where vLLM's own draft kernels fail", "0.33": "no"}
+_RAN = "served and swapped on a CPU (runner V1)"
+_RAN_OTHERWISE = {
+    "0.30": "started on a CPU, where vLLM's own draft kernels fail",
+    "0.33": f"{_RAN}, with the kernels of 0.32's CPU build",
+}
 _PLANNED = "as planned; a `draft_model` drafts all, of which as many are verified"
 _WHEEL = re.compile(r"(vllm(?:_cpu)?)-(\d+\.\d+)(\.\d+)-.*\.whl")
 
@@ -75,7 +78,7 @@ def table(directory: Path) -> str:
         "|---|---|---|---|---|",
     ]
     for version in KNOWN:
-        ran = "served and swapped on a CPU (runner V1)" if version in TESTED else _NOT_RUN[version]
+        ran = _RAN_OTHERWISE.get(version, _RAN)
         if version not in found:
             lines.append(f"| {version} | no wheel | not looked up | not looked up | {ran} |")
             continue

@@ -23,8 +23,9 @@ from typing import Any
 
 from slipstream.errors import RefusedError
 
-TESTED = ("0.29", "0.31", "0.32")
-"""Versions that served and swapped drafts in the tests, on a CPU (Model Runner V1)."""
+TESTED = ("0.29", "0.31", "0.32", "0.33")
+"""Versions that served and swapped drafts in the tests, on a CPU (Model Runner V1); 0.33, which has
+no CPU build, with the kernels of 0.32's."""
 
 KNOWN = ("0.29", "0.30", "0.31", "0.32", "0.33")
 """Versions whose source has every name below with these parameters."""

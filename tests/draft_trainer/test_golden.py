@@ -19,7 +19,7 @@ from torch import Tensor
 from draft_trainer.drafters.batch import Batch, ahead
 from draft_trainer.drafters.eagle3.head import Eagle3Head, HeadConfig
 from draft_trainer.drafters.loss import Objective, step_weights, ttt_objective
-from draft_trainer.drafters.policy import PolicyHead
+from draft_trainer.drafters.policy import PolicyHead, PolicyHeads
 from draft_trainer.kernels.library import using_kernels
 from tests.draft_trainer.synthetic import logits_of
 
@@ -73,6 +73,7 @@ def _batch(golden: dict[str, Tensor]) -> Batch:
         embeds=golden["w.embed_tokens.weight"][ids],
         final_hidden=golden["in.last_postnorm"],
         policy=PolicyHead(0, draft_rows, golden["w.embed_tokens.weight"]),
+        heads=PolicyHeads(1),
         logits_dtype=torch.float32,
         log_z=(golden["in.last_postnorm"] @ draft_rows.T).logsumexp(-1),
         teacher_known=torch.ones_like(ids, dtype=torch.bool),

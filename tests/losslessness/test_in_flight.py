@@ -146,10 +146,10 @@ def test_every_token_is_of_the_version_that_the_server_names(
     found = {(c.draft_version, c.policy_version): c.drafts for c in server.acceptance().pairs}
     assert len({draft for draft, _ in found}) > 1 and len({policy for _, policy in found}) > 2
     assert worst(policies, repeated, rows) < Z_BOUND
-    # Power: the same tokens as if one policy, or the other of the two, had sampled them. Half of
-    # the completions do: z is about 9 and more.
+    # Power: the same tokens as if one policy had sampled them all, or each the other one. Where
+    # most completions span many versions, the latter's two errors cancel in part: z is about 7.
     assert worst([policies[0]] * 2, repeated[::2], rows[::2]) > Z_BOUND
-    assert worst(policies[::-1], repeated[::2], rows[::2]) > Z_BOUND
+    assert worst(policies[::-1], repeated, rows) > Z_BOUND
 
 
 def test_distributions_over_versions_are_those_of_each_model_where_they_must_be(

@@ -103,7 +103,9 @@ def test_vllms_loader_shares_equal_heads_and_ours_does_not(
     weight = torch.randn(6, 4)
     config: Any = types.SimpleNamespace(load_config=None)
     config.speculative_config = types.SimpleNamespace(
-        draft_model_config=None, apply_draft_overrides=lambda config: config
+        draft_model_config=None,
+        draft_lm_head_quantization=None,
+        apply_draft_overrides=lambda config: config,
     )
     monkeypatch.setattr(utils, "get_draft_load_config", lambda config: None)
     monkeypatch.setattr(utils, "get_pp_safe_draft_load_config", lambda config: config)
