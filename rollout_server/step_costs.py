@@ -59,8 +59,8 @@ class StepCosts:
     """Keeps the last minute of readings. Owned by the API server's event loop.
 
     Attributes:
-        break_even: acceptance length above which speculation pays; None while unknown. The last
-            known value stays while nothing is generated.
+        break_even: acceptance length above which speculation pays; None while unknown, as where no
+            plain step of as many requests was timed. The last value stays while nothing is drafted.
     """
 
     def __init__(self) -> None:
@@ -78,7 +78,8 @@ class StepCosts:
         self._readings.append(_Reading(at, sums, live))
         while at - self._readings[1].at >= WINDOW_SECONDS:
             self._readings.popleft()
-        self.break_even = self._cost() or self.break_even
+        if any(total.steps for total in self._recent().values()):
+            self.break_even = self._cost()
 
     @property
     def unknown_size(self) -> int | None:

@@ -22,7 +22,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import reduce
 from itertools import accumulate, pairwise, takewhile
 from operator import add
@@ -220,7 +220,7 @@ class AcceptanceWatch:
                 thread.start()
                 self._threads[address] = (thread, over)
 
-    def since(self, version: int, addresses: Iterable[str], begin: float) -> list[Batch]:
+    def seen(self, version: int, addresses: Iterable[str], begin: float) -> list[Seen]:
         """What a draft version did on these servers after ``begin``, oldest first."""
         with self._changed:
             found = [
@@ -229,7 +229,11 @@ class AcceptanceWatch:
                 for seen in self._seen.get(address, ())
                 if seen.version == version and seen.at > begin
             ]
-        return [seen.batch for seen in sorted(found, key=lambda seen: seen.at)]
+        return sorted(found, key=lambda seen: seen.at)
+
+    def since(self, version: int, addresses: Iterable[str], begin: float) -> list[Batch]:
+        """The same without the times."""
+        return [seen.batch for seen in self.seen(version, addresses, begin)]
 
     def recent(self, seconds: float) -> list[tuple[str, Seen]]:
         """What was reported in the last ``seconds``, each with its server's address."""
@@ -359,18 +363,33 @@ class Canary:
         """Only what is drafted from now on counts for the trial under way."""
         self._began = time.monotonic()
 
-    def figures(self, version: int, addresses: Iterable[str]) -> Figures | None:
-        """A release's acceptance in the last ``HISTORY_SECONDS``; None where that is too little.
+    def figures(
+        self, version: int, addresses: Iterable[str], decisive: bool = False
+    ) -> Figures | None:
+        """A release's acceptance in the ``HISTORY_SECONDS`` before its newest draft, because a loop
+        that trains drafts nothing meanwhile; None where that is too little.
 
         After a start the figures from before it count until there are as many seconds of newer
         ones: a trainer that restarts knows as much of its incumbent as the one before.
+
+        Args:
+            version: the release.
+            addresses: of the servers that serve it.
+            decisive: None also where no trial of an equal draft could end by them.
         """
-        far, before = time.monotonic() - HISTORY_SECONDS, self._before
-        batches = self.watch.since(version, addresses, self._of_run(max(self._started, far)))
+        seen = self.watch.seen(version, addresses, self._of_run(self._started))
+        far = (seen[-1].at if seen else time.monotonic()) - HISTORY_SECONDS
+        batches, before = [one.batch for one in seen if one.at > far], self._before
         if far < self._started and before is not None and version == before.incumbent:
             batches = [*before.known(self._run_id, time.time()), *batches]
         figures = _figures(batches)
-        return figures if _drafts(figures) >= self.config.min_drafts else None
+        if _drafts(figures) < self.config.min_drafts:
+            return None
+        (found,) = self._intervals(figures)
+        if decisive and found is not None:
+            equal = replace(found, low=found.mean)
+            return figures if decide(equal, found, self.config.max_loss) else None
+        return figures
 
     def result(self, now: Promotion, fleet: Fleet) -> TrialResult | None:
         """The result of the trial under way, once there is one.

@@ -207,7 +207,7 @@ class Publisher:
         now = self.promotions.now
         figures = None
         if self._canary is not None and now.trial is None:
-            figures = self._canary.figures(now.live, self.fleet.addresses)
+            figures = self._canary.figures(now.live, self.fleet.addresses, now.hold)
         with self.promotions.state.transaction():
             if figures is None or self.promotions.now != now:
                 return False

@@ -137,7 +137,8 @@ def _training(status: TrainerStatus, config: TrainerConfig) -> Found:
 
 
 def _gate(status: TrainerStatus, config: TrainerConfig) -> Found:
-    if not status.HasField("last_verdict"):
+    others = status.last_verdict.run_id not in ("", status.run_id)
+    if others or not status.HasField("last_verdict"):
         steps, seconds = config.training.steps_per_candidate, config.training.candidate_seconds
         found = (
             f"no candidate yet: the gate decides after {steps} steps, {seconds:g} s, or when idle"
@@ -146,6 +147,8 @@ def _gate(status: TrainerStatus, config: TrainerConfig) -> Found:
     result = status.last_verdict
     if result.outcome == "passed":
         return OK, result.reason, ""
+    if status.training_paused and result.outcome in ("write_failed", "not_measured"):
+        return WAITING, f"training is paused; of the last candidate: {result.reason}", ""
     if result.outcome == "write_failed":
         return PROBLEM, result.reason, "free space on the disk of draft.registry"
     if result.outcome == "not_measured" and result.held_out_prompts:

@@ -168,7 +168,7 @@ class Economy:
         self._gained = 0.0
         self._lost = 0.0
         self._judged = self._measured = False
-        self._unknown = self._unmeasured = self._failed = 0
+        self._unknown = self._unmeasured = self._failed = self._unjudged = 0
         self._measure_at, self._between = 0, 1
         self._seconds: float | None = None
         self._generation: float | None = None
@@ -293,7 +293,13 @@ class Economy:
             if share is not None or took is None:
                 took = trained * (1.0 if share is None else share)
             self._cost = _smoothed(self._cost, took)
-            self._progress = _smoothed(self._progress, gained)
+            self._unjudged += 1
+        if judged or gained:
+            # Candidates may be several versions apart, and the last one is judged in a pause.
+            self._progress = _smoothed(self._progress, gained / max(self._unjudged, 1))
+            self._unjudged = 0
+        elif trained and self._unjudged > LOOK_VERSIONS:
+            self._progress = _smoothed(self._progress, 0.0)
 
     def _decide(self, version: int, training: bool) -> Decision:
         mode = self.config.mode

@@ -129,6 +129,7 @@ class TrainingLoop:
                 self._sleep()
                 continue
             if not self._pays(run):
+                self.counters.training_error = ""  # Nothing is waited for meanwhile.
                 self._consider(run)
                 self._sleep()
                 continue
@@ -178,7 +179,7 @@ class TrainingLoop:
                 if not self._steps_since_candidate:
                     self._first_step_at = time.monotonic() - metrics.seconds
                 self._steps_since_candidate += 1
-                self._trained_against = metrics.policy_version
+                self._trained_against = max(self._trained_against, metrics.policy_version)
                 self.states.after_step(learner, self.position)
             seconds = time.monotonic() - self._first_step_at
             enough = self._steps_since_candidate >= learner.pace.steps_per_candidate(config)
@@ -242,6 +243,7 @@ class TrainingLoop:
     def _begin_run(self, run: Run) -> None:
         """Restart the optimizer: moments of another run's gradients misdirect the first steps."""
         self.position = replace(self.position, run_id=run.run_id)
+        self._trained_against = 0
         self.learner.restart_optimizer()
         self.followers.take_rank_0()
         self.learner.take_rank_0()

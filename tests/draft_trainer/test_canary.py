@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from operator import add
+from types import SimpleNamespace
 
 import pytest
 
 from draft_trainer.config import CanaryConfig
 from draft_trainer.releases import canary
 from draft_trainer.releases.client import RolloutClient
+from draft_trainer.releases.promotions import HISTORY_SECONDS, Batch
 from slipstream.errors import RefusedError, StatusCode
 from tests.draft_trainer.fleet_rig import LONG, Rig
 
@@ -294,6 +299,41 @@ def test_a_roll_back_by_hand_is_tried_too(
         assert rig.served == [1] and rig.promotions.now.good == (0, 1)
     else:
         assert rig.served == [2] and rig.promotions.now.good == (0, 2)
+
+
+def test_figures_of_the_incumbent_survive_a_pause(
+    make_rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While a loop trains, nothing is drafted for longer than figures reach back."""
+    rig = make_rig(1, CanaryConfig())
+    rig.watching()
+    rig.draft(0, GOOD, 4000)
+    rig.publisher.measure()
+    known = rig.promotions.now.figures
+    later = time.monotonic() + 0.9 * HISTORY_SECONDS
+    seen = rig.canary.watch._seen[rig.doubles[0].address]
+    rig.draft(0, GOOD, 400)
+    tail = seen.pop()
+    seen.append(replace(tail, at=later, batch=Batch((400,) * 3, (280, 200, 120))))
+    for seconds in (0.0, 0.5 * HISTORY_SECONDS, 3 * HISTORY_SECONDS):
+        clock = SimpleNamespace(monotonic=partial(add, later, seconds), time=time.time)
+        monkeypatch.setattr(canary, "time", clock)
+        rig.publisher.measure()
+        figures = rig.promotions.now.figures
+        assert sum(batch.drafts for batch in figures) > sum(batch.drafts for batch in known)
+
+
+def test_an_incumbent_is_measured_until_an_equal_draft_could_pass(
+    make_rig: Callable[..., Rig],
+) -> None:
+    """``canary.min_drafts`` of it are known soon, and no trial could end by them."""
+    rig = make_rig(1, CanaryConfig())
+    rig.watching()
+    rig.draft(0, GOOD, 600)
+    assert rig.canary.figures(0, [rig.doubles[0].address]) is not None
+    assert rig.canary.figures(0, [rig.doubles[0].address], decisive=True) is None
+    rig.draft(0, GOOD, 6000)
+    assert rig.canary.figures(0, [rig.doubles[0].address], decisive=True) is not None
 
 
 def test_figures_of_the_incumbent_survive_the_trainer(make_rig: Callable[..., Rig]) -> None:

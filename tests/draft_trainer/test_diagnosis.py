@@ -54,6 +54,21 @@ def found(status: TrainerStatus) -> dict[str, Diagnosis]:
     return {one.part: one for one in diagnose(status, CONFIG)}
 
 
+@pytest.mark.parametrize("outcome", ["write_failed", "not_measured"])
+def test_a_verdict_that_training_would_have_to_replace_is_no_problem_while_it_is_paused(
+    outcome: str,
+) -> None:
+    """Nor is one of another run, of which this one has not had any yet."""
+    verdict = Verdict(outcome=outcome, reason="it was not", run_id="grpo-1")
+    assert found(healthy(last_verdict=verdict))["gate"].severity == PROBLEM
+    paused = found(healthy(last_verdict=verdict, training_paused=True))["gate"]
+    assert (
+        paused.severity == WAITING and "paused; of the last candidate: it was not" in paused.found
+    )
+    verdict.run_id = "another"
+    assert "no candidate yet" in found(healthy(last_verdict=verdict))["gate"].found
+
+
 def test_a_trainer_that_releases_has_nothing_to_say() -> None:
     diagnosis = diagnose(healthy(), CONFIG)
     assert {one.severity for one in diagnosis} == {OK}

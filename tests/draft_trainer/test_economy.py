@@ -157,9 +157,19 @@ def test_saving_and_cost_by_hand() -> None:
     assert loop.last.cost_seconds == pytest.approx(2.0)
     # One a version, from 3: of ten versions of ten seconds a quarter.
     assert loop.last.saving_seconds == pytest.approx(HORIZON * 10.0 * 1.0 / 4.0)
-    # Nothing gained in the second version: the mean halves, and generation moves half way.
+    # What the second version gained is not known yet, and generation moves half way.
     loop.step(20.0, training=4.0)
-    assert loop.last.saving_seconds == pytest.approx(HORIZON * 15.0 * 0.5 / 3.5)
+    assert loop.last.saving_seconds == pytest.approx(HORIZON * 15.0 * 1.0 / 4.0)
+    # A candidate of it and of the next one is judged in a pause: each has gained half of one.
+    loop.step(15.0, training=4.0)
+    loop.judge(4.0, 3.0, released=True)
+    loop.step(15.0)
+    assert loop.last.saving_seconds == pytest.approx(HORIZON * 15.0 * 0.75 / 4.75)
+    # While nobody judges what is trained, it counts as nothing after a while.
+    for progress in (*[0.75] * LOOK_VERSIONS, 0.375):
+        loop.economy.measured(4.0)
+        loop.step(15.0, training=4.0)
+        assert loop.last.saving_seconds == pytest.approx(HORIZON * 15 * progress / (4 + progress))
 
 
 @pytest.mark.parametrize(

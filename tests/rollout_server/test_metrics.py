@@ -212,6 +212,15 @@ def test_only_the_last_minute_of_speculative_steps_counts() -> None:
     costs.add(122.0, plain | {(SPECULATIVE, 1, 3): done}, accepted(2, 5000, 9000))
     assert costs.length(122.0) is None, "another draft begins a new window"
     assert costs.break_even == pytest.approx(3.0)
+    # Of another load nothing is known; while nothing is drafted, the last load is the present one.
+    other = plain | {(SPECULATIVE, 1, 3): done, (SPECULATIVE, 4, 3): StepSum(100, 2.0)}
+    costs.add(183.0, other, accepted(2, 6000, 9500))
+    assert costs.break_even is None and costs.unknown_size == 4
+    costs.add(185.0, other | {(PLAIN, 4, 0): StepSum(20, 0.2)}, accepted(2, 6000, 9500))
+    assert costs.break_even == pytest.approx(2.0)
+    for second in (250.0, 320.0):
+        costs.add(second, other | {(PLAIN, 4, 0): StepSum(20, 0.2)}, accepted(2, 6000, 9500))
+    assert costs.break_even == pytest.approx(2.0)
 
 
 def test_everything_in_the_catalogue_is_exposed(server: Server) -> None:
