@@ -6,7 +6,8 @@ import asyncio
 import logging
 import os
 import uuid
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,7 @@ from slipstream.checkpoints import (
     load_tensors,
     read_layout,
 )
+from slipstream.client import join_address
 from slipstream.errors import RefusedError
 from slipstream.security import NONE
 from slipstream.tensors import spec_of
@@ -115,10 +117,12 @@ async def _start(settings: Settings, engine: VllmEngine, state: Any, args: Any) 
     def announce() -> None:
         # Past sys.stdout: vLLM prefixes every line of it with the process name.
         line = (
-            f"rollout-server ready: openai=http://{args.host}:{args.port} "
-            f"control={settings.control_host}:{server.port}\n"
+            f"rollout-server ready: openai=http://{join_address(args.host, args.port)} "
+            f"control={join_address(settings.control_host, server.port)}\n"
         )
-        os.write(1, line.encode())
+        # A pipe that nobody reads any more, or a log on a full disk, is no reason to end.
+        with suppress(OSError):
+            os.write(1, line.encode())
 
     guard = AcceptanceGuard(API.tracker, settings.guard_drafts)
     server = ControlServer(service, control, guard, http_started, announce, settings.access)
@@ -244,7 +248,8 @@ async def control_plane(
     refuse_shared(description, served)
     draft = Weights(DRAFT, 0, WeightSource())
     if settings.draft_dir is not None:
-        draft = _stage_first_draft(settings.draft_dir, store, DRAFT in description.tied)
+        policys = _of_the_policy(description, served)
+        draft = _stage_first_draft(settings.draft_dir, store, DRAFT in description.tied, policys)
     tracker.start(draft.version or 0)
     policy = Weights(POLICY, None, WeightSource(directory=str(settings.model_dir)))
     shown.num_speculative_tokens = settings.draft_length
@@ -265,7 +270,9 @@ async def control_plane(
     return control, RolloutService(control, expected, served, peers)
 
 
-def _stage_first_draft(draft_dir: Path, store: ContentStore, tied: bool) -> Weights:
+def _stage_first_draft(
+    draft_dir: Path, store: ContentStore, tied: bool, policys: Collection[str]
+) -> Weights:
     """The draft the server was started with, as if it had been staged: going back to it later needs
     neither the network nor its directory.
 
@@ -273,12 +280,13 @@ def _stage_first_draft(draft_dir: Path, store: ContentStore, tied: bool) -> Weig
         draft_dir: its checkpoint.
         store: that gets its tensors.
         tied: whether its lm_head is its embeddings in the workers' memory: a stage comes without.
+        policys: ``_of_the_policy``: to load them again would write into the policy.
 
     Raises:
         RefusedError: it does not fit into the store, or has values that are not finite.
     """
     manifest = read_manifest(draft_dir)
-    tensors = load_tensors(draft_dir)
+    tensors = {n: t for n, t in load_tensors(draft_dir).items() if n not in policys}
     _tied(tensors, tied)
     version, against = 0, None
     if manifest is not None:
@@ -318,17 +326,25 @@ def _expected_policy(
     )
 
 
+def _of_the_policy(description: Description, served: Served) -> dict[str, str]:
+    """Names of a draft's tensors that are the policy's own in the workers' memory, by module."""
+    return {
+        f"{module}.weight": module
+        for module in served.follows_policy
+        if module != EMBEDDING or description.shares_embedding
+    }
+
+
 def _expected_draft(draft: Weights, description: Description, served: Served) -> Expected:
     tensors = draft.source.tensors
     layout = {tensor.name: TensorLayout(tensor.key.dtype, tensor.shape) for tensor in tensors}
     forbidden = {}
-    for module in served.follows_policy:
-        if module != EMBEDDING or description.shares_embedding:
-            layout.pop(f"{module}.weight", None)
-            forbidden[f"{module}.weight"] = (
-                f"stage the draft without it: it is the policy's own {module} here and "
-                "follows policy pushes"
-            )
+    for name, module in _of_the_policy(description, served).items():
+        layout.pop(name, None)
+        forbidden[name] = (
+            f"stage the draft without it: it is the policy's own {module} here and follows policy "
+            "pushes"
+        )
     # Only d2t is loaded; t2d is its inverse, for trainers.
     optional = {name: layout.pop(name) for name in ("t2d",) if name in layout}
     fixed = {t.name: bytes.fromhex(t.key.sha256) for t in tensors if t.name in VOCABULARY_MAPS}

@@ -108,6 +108,7 @@ class RolloutControl:
         self.staged: dict[str, Weights] = {}
         self.commits = {DRAFT: 0, POLICY: 0}
         self.speculation_enabled = True
+        self._engine_drafts: bool | None = True  # None: not known
         self._speculation_asked = True
         self._speculation_pays = True
         self._plain_steps_timed = False
@@ -395,9 +396,11 @@ class RolloutControl:
 
     async def _set_speculation(self, enabled: bool) -> Result:
         worker_seconds = 0.0
-        if enabled != self.speculation_enabled:
+        if enabled != self._engine_drafts:
+            # A call without an answer may still be carried out.
+            self._engine_drafts = None
             worker_seconds = await self.engine.set_speculation(enabled)
-            self.speculation_enabled = enabled
+            self._engine_drafts = self.speculation_enabled = enabled
         # Also where only what is wanted changed.
         self.tracker.wake()
         return Result(worker_seconds)

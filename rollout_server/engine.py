@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rollout_server.reload import Change, Result
@@ -55,6 +55,8 @@ class VllmEngine:
 
     def __init__(self, client: Any) -> None:
         self.client = client
+        # Requests that had ended before a policy commit that one core refused: said with the next.
+        self._ended: dict[str, int] = {}
 
     @property
     def cores(self) -> int:
@@ -183,7 +185,13 @@ class VllmEngine:
         results = await self._apply_on_each(changes)
         result, undo = Result.all_of(results, changes)
         if undo:
-            result = result.taken_back(results, await self._apply_on_each(undo))
+            undone = await self._apply_on_each(undo)
+            for one in (*results, *undone):
+                self._ended |= {name: n for name, n in one.requests.items() if n < 0}
+            return result.taken_back(results, undone)
+        if not result.error and any(change.kind == "policy" for change in changes):
+            result = replace(result, requests={**self._ended, **result.requests})
+            self._ended = {}
         return result
 
     async def _apply_on_each(self, changes: Sequence[Change]) -> list[Result]:

@@ -35,7 +35,7 @@ from rollout_server.ray_actors import (
     stop_all,
 )
 from rollout_server.ray_ranks import RanksPlan, TrainerRanks
-from slipstream.client import open_channel, split_address
+from slipstream.client import join_address, open_channel, split_address
 from slipstream.errors import RefusedError
 from slipstream.security import NONE, ClientCredentials
 from slipstream.serving import serving, stop_signals
@@ -99,7 +99,7 @@ class Replica:
         self._plan = plan
         self._host = plan.host or get_node_ip_address()
         self._port, self._control_port = plan.first_port + index, plan.first_control_port + index
-        self._control = f"{self._host}:{self._control_port}"
+        self._control = join_address(self._host, self._control_port)
         self._report = Report(os.getpid())
         self._server: OwnedProcess | None = None
         self._stopping = threading.Event()
@@ -179,7 +179,7 @@ class Replica:
                     return "lost its node", False
                 try:
                     if serving(channel) and not self._report.control:
-                        http = f"http://{self._host}:{self._port}"
+                        http = f"http://{join_address(self._host, self._port)}"
                         self._report = Report(os.getpid(), self._control, http)
                     if self._report.control:
                         deadline = time.monotonic() + SILENT_SECONDS
@@ -335,9 +335,17 @@ def fleet(arguments: Sequence[str]) -> int:
         if not 0 < port <= last:
             expected = f"1 to {last}, for {args.replicas} replicas"
             raise RefusedError(option, port, expected, "choose another port")
+    given = {word.partition("=")[0].replace("_", "-") for word in serve if word.startswith("--")}
     for option in _ADDRESSES:
-        if any(word == option or word.startswith(f"{option}=") for word in serve):
+        if option in given:
             raise RefusedError(option, "given", "not given", "use the first ports; Ray gives hosts")
+    if "--control-client-ca" in given:
+        next_step = "use --control-token: the fleet checks the health of servers without one"
+        raise RefusedError("--control-client-ca", "given", "no client certificates", next_step)
+    encrypted = "--control-certificate" in given
+    if encrypted and args.ca is None:
+        next_step = "name the PEM of the CA that signed it"
+        raise RefusedError("--ca", "nothing, with --control-certificate", "its CA", next_step)
     folder = args.members.resolve().parent
     if not folder.is_dir():
         raise RefusedError("--members", folder, "a folder", "make it or name another")
@@ -355,7 +363,7 @@ def fleet(arguments: Sequence[str]) -> int:
         (sys.executable, "-m", "rollout_server.cli", "serve", *serve),
         *(args.replicas, args.members, args.cpus, args.gpus),
         *(args.first_port, args.first_control_port, args.ready_timeout_s, args.host),
-        credentials,
+        credentials if encrypted else NONE,
     )
 
     def show(reports: dict[int, Report]) -> None:

@@ -106,6 +106,11 @@ def test_bad_options_are_refused_before_ray_is_asked(
         (["--replicas", "2", *members, *model, "--first-control-port=0"], "--first-control-port"),
         (["--replicas", "2", *members, *model, "--trainer-ranks", "2"], "--trainer-ranks"),
         (["--replicas", "2", *members, *model, "--trainer", "no.toml"], "--trainer"),
+        (
+            ["--replicas", "2", *members, *model, "--control-certificate=c.pem"],
+            "--ca: found nothing",
+        ),
+        (["--replicas", "2", *members, *model, "--control_client_ca", "c"], "--control-client-ca"),
         (["--replicas", "2", *members, *model, *trainer, "--trainer-ranks=0"], "--trainer-ranks"),
         (["--replicas", "2", *members, *model, *trainer, "--trainer-cpus=0"], "--trainer-cpus"),
         (["--replicas", "2", *members, *model, *trainer, "--trainer-address=:"], "--trainer-addr"),

@@ -236,7 +236,12 @@ async def test_what_the_engine_did_not_do_is_not_told(plane: Plane) -> None:
         await control.set_speculation(False)
     assert drafting() == (True, True), "it drafts"
     engine.failure = None
+    # The engine may do it late: it is told again what is wanted, and once.
+    sent: list[bool] = []
+    engine.while_switching = lambda: sent.append(True)
     await control.set_speculation(True)
+    await control.set_speculation(True)
+    assert sent == [True]
     # Neither a moment without drafts nor the choice of lengths is told as off, while it ends too.
     seen: list[tuple[bool, bool]] = []
     engine.while_switching = lambda: seen.append(drafting())

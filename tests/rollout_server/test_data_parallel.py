@@ -40,6 +40,7 @@ class Client:
         )
         self.vllm_config = SimpleNamespace(model_config=SimpleNamespace(is_moe=False))
         self.errors: dict[bytes, list[str]] = {b"0": [], b"1": []}
+        self.requests: list[dict[str, int]] = []
         self.calls: list[tuple[str, str]] = []
         self.pause: asyncio.Future[None] | None = None
         self.paused: bool | Exception = False
@@ -70,7 +71,9 @@ class Client:
         error = self.errors[engine].pop(0) if self.errors[engine] else ""
         if error == "silent":
             raise RuntimeError(error)
-        return asdict(Result(0.1 + int(engine), error, steps_before=(5 + int(engine),)))
+        requests = self.requests.pop(0) if self.requests and not error else {}
+        steps = (5 + int(engine),)
+        return asdict(Result(0.1 + int(engine), error, steps_before=steps, requests=requests))
 
 
 def test_changes_reach_every_core_and_say_each_ones_boundary() -> None:
@@ -94,6 +97,19 @@ def test_a_core_that_cannot_follow_takes_the_others_back() -> None:
     client.errors = {b"0": ["", "no memory"], b"1": ["no memory"]}
     with pytest.raises(UntrustedEngineError):
         asyncio.run(VllmEngine(client).apply([DRAFT]))
+
+
+def test_what_ended_before_a_commit_that_was_taken_back_is_said_with_the_next() -> None:
+    """A core says it once, and this one has two commits behind it by then."""
+    client = Client()
+    rollout = VllmEngine(client)
+    client.errors[b"1"] = ["no memory"]
+    client.requests = [{"ended": -1, "runs": 3}, {"runs": 3}, {}, {"late": -1}, {"runs": 4}]
+    with pytest.raises(RefusedError):
+        asyncio.run(rollout.apply([POLICY]))
+    result = asyncio.run(rollout.apply([POLICY]))
+    assert result.requests == {"ended": -1, "late": -1, "runs": 4}
+    assert asyncio.run(rollout.apply([POLICY])).requests == {}
 
 
 def test_no_step_mixes_two_policies() -> None:

@@ -267,13 +267,13 @@ def test_a_text_policy_for_a_multimodal_checkpoint_is_told_which_class_to_load()
 
 
 async def plane(
-    settings: Settings, tied: tuple[str, ...] = ()
+    settings: Settings, tied: tuple[str, ...] = (), shares: bool = False
 ) -> tuple[RolloutControl, RolloutService]:
     """A control plane over an engine that is asked no more than what it serves."""
 
     class Describes:
         async def describe(self) -> Description:
-            return Description(False, (), "bfloat16", tied=tied)
+            return Description(shares, (), "bfloat16", tied=tied)
 
     control, service = await app.control_plane(
         Describes(),  # type: ignore[arg-type]
@@ -348,6 +348,17 @@ def test_a_first_draft_is_held_as_it_would_be_staged(tied: tuple[str, ...], tmp_
     assert [tensor.name for tensor in control.live[DRAFT].source.tensors] == held
     staged_ones = [spec_of(name, torch.ones(16, 8)) for name in held]
     assert control.state().draft_sha256 == digest_of_specs(staged_ones)
+
+
+def test_a_first_draft_leaves_to_the_policy_what_is_the_policys(tmp_path: Path) -> None:
+    """To go back to it by loading it would write the embeddings of its checkpoint into the policy.
+    Other trainers save a copy of them, which vLLM takes for the policy's own."""
+    tensors = {name: torch.ones(16, 8) for name in ("embed_tokens.weight", "fc.weight")}
+    draft = write(tmp_path / "draft", tensors)
+    settings = Settings(draft, draft, open_to_all(), draft_kind="eagle3")
+    for shares, held in ((True, ["fc.weight"]), (False, [*tensors])):
+        control, _ = asyncio.run(plane(settings, shares=shares))
+        assert [tensor.name for tensor in control.live[DRAFT].source.tensors] == held
 
 
 def test_an_lm_head_that_is_served_beside_the_embeddings_is_required(tmp_path: Path) -> None:
