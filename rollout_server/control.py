@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rollout_server.acceptance import AcceptanceTracker
-from rollout_server.engine import UntrustedEngineError, VllmEngine
+from rollout_server.engine import ReceivedError, UntrustedEngineError, VllmEngine
 from rollout_server.reload import Change, Result
 from rollout_server.store import ContentStore, Key, StagedTensor, WeightSource
 from slipstream.errors import RefusedError, StatusCode
@@ -109,6 +109,7 @@ class RolloutControl:
         self.commits = {DRAFT: 0, POLICY: 0}
         self.speculation_enabled = True
         self._engine_drafts: bool | None = True  # None: not known
+        self._received: dict[str, str] = {}  # a stage whose transfer was refused, and why
         self._speculation_asked = True
         self._speculation_pays = True
         self._plain_steps_timed = False
@@ -372,7 +373,13 @@ class RolloutControl:
         todo = [weights for weights in named if weights.stage_id in self.staged]
         if not todo:
             return Result(0.0)
-        result = await self._apply(todo, "both" if len(todo) > 1 else todo[0].kind, arrival)
+        try:
+            result = await self._apply(todo, "both" if len(todo) > 1 else todo[0].kind, arrival)
+        except ReceivedError as error:
+            # Another commit would wait for tensors that nobody sends, until the server ends itself.
+            self._received = {w.stage_id: str(error) for w in todo if w.source.transfer}
+            await self._abort([*self._received])
+            raise
         for weights in todo:
             del self.staged[weights.stage_id]
             self._went_live(weights)
@@ -456,6 +463,9 @@ class RolloutControl:
         for weights in self.live.values():
             if stage_id and weights.stage_id == stage_id:
                 return weights
+        if stage_id in self._received:
+            found = f"{stage_id}, received in vain: {self._received[stage_id]}"
+            raise RefusedError("stage_ids", found, "a stage", "send the policy again")
         raise RefusedError(
             "stage_ids",
             stage_id,

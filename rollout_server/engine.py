@@ -43,6 +43,10 @@ class UntrustedEngineError(Exception):
     """The weights in memory are unknown: the server must stop serving."""
 
 
+class ReceivedError(RefusedError):
+    """A commit that failed after a weight transfer had begun: nobody sends it again."""
+
+
 class VllmEngine:
     """vLLM's ``AsyncLLM``: one engine core, or one for each data-parallel rank.
 
@@ -101,7 +105,7 @@ class VllmEngine:
         """Apply all or none.
 
         Raises:
-            RefusedError: nothing was applied.
+            RefusedError: nothing was applied; a ReceivedError where a transfer had begun.
             UntrustedEngineError: what was applied is unknown.
         """
         client = self.client
@@ -123,7 +127,7 @@ class VllmEngine:
         if not result.restored:
             raise UntrustedEngineError(result.error)
         if result.error:
-            raise RefusedError(
+            raise (ReceivedError if result.received else RefusedError)(
                 "commit",
                 result.error,
                 "weights that vLLM's loaders take",

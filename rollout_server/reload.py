@@ -79,6 +79,7 @@ class Result:
             (``AcceptanceTracker.switch``).
         seconds: from the call's arrival to the workers' answer.
         requests: of a policy: tokens of each request before it (``PolicySpans.commit``).
+        received: with ``error``, that a weight transfer was begun: nobody sends it again.
     """
 
     worker_seconds: float
@@ -87,6 +88,7 @@ class Result:
     steps_before: tuple[int, ...] = (0,)
     seconds: float = 0.0
     requests: Mapping[str, int] = field(default_factory=dict)
+    received: bool = False
 
     @classmethod
     def all_of(
@@ -104,6 +106,7 @@ class Result:
             all(result.restored for result in results),
             tuple(steps for result in results for steps in result.steps_before),
             requests={name: n for result in results for name, n in result.requests.items()},
+            received=any(result.received for result in results),
         )
         if not (result.error and result.restored) or all(each.error for each in results):
             return result, []
@@ -190,7 +193,7 @@ def apply_all(changes: Sequence[tuple[Change, LiveModel]]) -> Result:
     """
     start = time.perf_counter()
     touched: list[tuple[Change, LiveModel]] = []
-    error, restored = "", True
+    error, restored, received = "", True, False
     try:
         for change, live in changes:
             touched.append((change, live))
@@ -200,6 +203,7 @@ def apply_all(changes: Sequence[tuple[Change, LiveModel]]) -> Result:
         if isinstance(failure, NotSwappableError):
             touched.pop()
         error = f"{change.kind}: {type(failure).__name__}: {failure}"
+        received = any(change.new.transfer for change, _ in touched)
         if live.standby is not None:
             live.standby.drop()
         try:
@@ -210,7 +214,7 @@ def apply_all(changes: Sequence[tuple[Change, LiveModel]]) -> Result:
         except (NotSwappableError, *LOAD_FAILURES) as second:
             error += f"; and then the old weights: {type(second).__name__}: {second}"
             restored = False
-    return Result(time.perf_counter() - start, error, restored)
+    return Result(time.perf_counter() - start, error, restored, received=received)
 
 
 @torch.no_grad()

@@ -16,10 +16,10 @@ from functools import lru_cache, partial
 
 from draft_trainer.counters import Counters
 from draft_trainer.releases.client import DraftPayload, Failure, RolloutClient
-from draft_trainer.releases.fleet import Fleet, Quorum
+from draft_trainer.releases.fleet import WITHOUT_WEIGHTS, Fleet, Quorum
 from draft_trainer.releases.registry import Registry
 from slipstream.client import Progress
-from slipstream.errors import RefusedError
+from slipstream.errors import RefusedError, StatusCode
 from slipstream.tensors import digest_of_specs
 from slipstream.v1 import rollout_server_pb2 as pb
 
@@ -94,7 +94,9 @@ class Payloads:
         self._digest = lru_cache(64)(lambda v: digest_of_specs(registry.get(v).tensors))
 
     def is_served(self, state: pb.ServerState, version: int) -> bool:
-        """Whether a server serves this release, by number and by content."""
+        """Whether a server serves this release, by number and by content; or needs none."""
+        if state.draft_kind in WITHOUT_WEIGHTS:
+            return True
         digest = self.digest(version) if state.draft_version == version else None
         return digest is not None and state.draft_sha256 in (b"", digest)
 
@@ -209,6 +211,14 @@ def commit_on(
         if not isinstance(answer, Failure):
             outcome.draft_committed = True
             return True
+        if policy and answer.code is StatusCode.NOT_FOUND:
+            # Where the loop could not stage its policy, the draft goes live without it: as failed,
+            # it would be rolled back on every server at every sync.
+            without = _committed(client, draft, policy_version, [], outcome)
+            if not isinstance(without, Failure):
+                outcome.committed, outcome.draft_committed = False, True
+                outcome.error = f"{policy_stage_id} was not committed: {answer.text}"
+                return True
         client.abort([draft.stage_id])
         outcome.error = f"{draft.stage_id} was not committed: {answer.text}"
     if policy:

@@ -39,6 +39,16 @@ ASSUMED = (3, "probabilistic")
 """How a fleet drafts of which no server has answered yet: rollout-server's defaults."""
 
 
+LEFT_SECONDS = 60.0
+"""A list of members may lack a server for a moment: for so long, what is asked of it goes on."""
+
+ASLEEP = ": asleep"
+"""In ``not_ready`` of a server that sleeps."""
+
+WITHOUT_WEIGHTS = frozenset({"ngram", "none"})
+"""Kinds of drafts (``ServerState.draft_kind``) of which no release can be staged."""
+
+
 class Quorum:
     """How long to wait for the rest once enough servers have done something.
 
@@ -167,6 +177,7 @@ class Fleet:
         self._looking: threading.Thread | None = None
         self._lock = threading.Lock()
         self._clients: dict[str, RolloutClient] = {}
+        self._left: dict[str, tuple[float, RolloutClient]] = {}
         self._refused: frozenset[str] = frozenset()
         self._states: dict[str, pb.ServerState] = {}
         self._said: tuple[int, str] = ASSUMED
@@ -205,15 +216,20 @@ class Fleet:
     def _follow(self, wanted: Sequence[str]) -> None:
         refused: dict[str, RefusedError] = {}
         with self._lock:
-            gone = [self._clients.pop(a) for a in list(self._clients) if a not in wanted]
+            now = time.monotonic()
+            for address in self._clients.keys() - set(wanted):
+                self._left[address] = now, self._clients.pop(address)
             for address in wanted:
                 try:
                     if address not in self._clients:
-                        self._clients[address] = RolloutClient(
+                        _, back = self._left.pop(address, (now, None))
+                        self._clients[address] = back or RolloutClient(
                             address, self.config, self._credentials, self._trainer
                         )
                 except RefusedError as error:
                     refused[address] = error
+            late = [a for a, (since, _) in self._left.items() if now - since > LEFT_SECONDS]
+            gone = [self._left.pop(address)[1] for address in late]
             new, self._refused = refused.keys() - self._refused, frozenset(refused)
         for address in new:
             logger.warning("%s is left out: %s", address, refused[address])
@@ -221,9 +237,10 @@ class Fleet:
             client.close()
 
     def client(self, address: str) -> RolloutClient:
-        """One server. Of one that has left, a client whose calls all fail."""
+        """One server. Of one that has left for a while, a client whose calls all fail."""
         with self._lock:
-            client = self._clients.get(address)
+            _, left = self._left.get(address, (0.0, None))
+            client = self._clients.get(address, left)
         if client is None:
             client = RolloutClient(address, self.config, self._credentials, self._trainer)
             client.close()
@@ -266,18 +283,22 @@ class Fleet:
         return [a for a, s in states.items() if s.fetches and s.draft_sha256 == draft.sha256]
 
     def any_ready(self, addresses: Iterable[str]) -> bool:
-        """Whether one of these servers answered when it was asked last, and was ready."""
+        """Whether one of these servers answered when it was asked last, and was ready or slept."""
         with self._lock:
             said = [self._states[address] for address in addresses if address in self._states]
-        return any(not state.not_ready for state in said)
+        return any(not state.not_ready or ASLEEP in state.not_ready for state in said)
 
     def states(self, read_back: bool = False) -> dict[str, pb.ServerState | Failure]:
         """What every server serves now."""
         states = self.each(lambda client: client.state(read_back))
+        if read_back and (silent := [a for a, s in states.items() if isinstance(s, Failure)]):
+            # A look into memory waits for a commit under way.
+            states |= self.each(lambda client: client.state(), silent)
         reached = {a: state for a, state in states.items() if not isinstance(state, Failure)}
         with self._lock:
             self._states = reached
-        said = [(s.num_speculative_tokens, s.draft_sample_method) for s in reached.values()]
+        drafting = [s for s in reached.values() if s.draft_kind not in WITHOUT_WEIGHTS]
+        said = [(s.num_speculative_tokens, s.draft_sample_method) for s in drafting]
         self._said = max((one for one in said if one[0]), default=self._said)
         self._on_states(states)
         return states
@@ -301,7 +322,8 @@ class Fleet:
     def close(self) -> None:
         """Close every channel, then end the threads (their calls fail at once)."""
         with self._lock:
-            clients, self._clients = self._clients, {}
-        for client in clients.values():
+            clients = [*self._clients.values(), *(client for _, client in self._left.values())]
+            self._clients, self._left = {}, {}
+        for client in clients:
             client.close()
         self._pool.shutdown(wait=True, cancel_futures=True)

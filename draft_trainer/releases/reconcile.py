@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from draft_trainer.releases.canary import AcceptanceWatch
 from draft_trainer.releases.client import Failure, RolloutClient
 from draft_trainer.releases.commits import put_on, stage_on
+from draft_trainer.releases.fleet import ASLEEP
 from draft_trainer.releases.publisher import Publisher
 from draft_trainer.releases.spread import FAN_OUT
 from slipstream.errors import RefusedError
@@ -42,8 +43,8 @@ MOST_RECOMMITS = 2
 NOTHING_ACCEPTED = "acceptance length of draft"
 """How ``not_ready`` of such a server begins."""
 
-LOST, ASLEEP = "draft read back from memory", ": asleep"
-"""In ``not_ready`` of a server whose workers do not hold the draft, and of one that sleeps."""
+LOST = "draft read back from memory"
+"""In ``not_ready`` of a server whose workers do not hold the draft."""
 
 LOOK_SECONDS = 2.0
 """Between two looks at who belongs to the fleet where nothing is reconciled; after an error."""

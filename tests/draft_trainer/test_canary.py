@@ -301,6 +301,20 @@ def test_a_roll_back_by_hand_is_tried_too(
         assert rig.served == [2] and rig.promotions.now.good == (0, 2)
 
 
+def test_canaries_that_sleep_are_no_reason_to_roll_back(make_rig: Callable[..., Rig]) -> None:
+    """A loop may put its servers to sleep before there is a verdict."""
+    rig = make_rig(2, CanaryConfig(share=0.5, max_seconds=0.01))
+    rig.watching()
+    rig.publisher.promote(1, pin=False)
+    trial = rig.promotions.now.trial
+    assert trial is not None
+    (double,) = [double for double in rig.doubles if double.address in trial.servers]
+    for not_ready, ready in (("draft read back from memory: worker 0: asleep", True), ("x", False)):
+        double.state.not_ready = not_ready
+        rig.fleet.states()
+        assert rig.fleet.any_ready(trial.servers) is ready
+
+
 def test_figures_of_the_incumbent_survive_a_pause(
     make_rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 import pytest
 
 from draft_trainer.config import CanaryConfig
-from draft_trainer.releases import reconcile
+from draft_trainer.releases import fleet, reconcile
 from draft_trainer.releases.canary import Arm, Batch, Canary, TrialResult, decide
 from draft_trainer.releases.promotions import Promotion, Trial
 from rollout_server.acceptance import AcceptanceGuard, AcceptanceTracker
@@ -403,7 +403,7 @@ def test_the_words_of_the_workers_are_known() -> None:
             return [SAME, ASLEEP]
 
     said = asyncio.run(Sleeps(None).read_back())
-    assert said.startswith(reconcile.LOST) and reconcile.ASLEEP in said
+    assert said.startswith(reconcile.LOST) and fleet.ASLEEP in said
 
 
 def test_a_sync_that_took_its_draft_before_a_roll_back_commits_the_policy_alone(

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable
 
 import grpc
+import pytest
 
 from draft_trainer.config import PublishConfig
 from draft_trainer.releases.client import Failure
@@ -117,6 +118,36 @@ def test_whole_fleet_away(rig: Rig) -> None:
     assert result.draft_version == 0
     assert all("UNAVAILABLE" in o.error and not o.committed for o in result.outcomes.values())
     assert rig.counters.fleet_events() == {"policy_failed": 1}
+
+
+def test_a_server_that_the_policy_could_not_be_staged_on_gets_the_draft(rig: Rig) -> None:
+    """Else it would be rolled back on all of them, at every sync."""
+    rig.publisher.promote(1, pin=False)
+    rig.promotions.offer(2)
+    rig.publisher.prepare()
+    stage_id = rig.stage_policy(7)
+
+    del rig.doubles[0]._staged[stage_id]
+    result = rig.publisher.complete(7, stage_id)
+    assert rig.served == [2, 2, 2] and rig.policies[1:] == [7, 7] and result.changes
+    lacking = result.outcomes[rig.doubles[0].address]
+    assert (lacking.committed, lacking.draft_committed) == (False, True)
+    assert f"{stage_id} was not committed" in lacking.error
+
+
+@pytest.mark.parametrize("kind", ["none", "ngram"])
+def test_a_server_without_a_draft_keeps_no_release_from_the_others(rig: Rig, kind: str) -> None:
+    """It is in the list because policies are pushed to it, too."""
+    rig.doubles[0].state.draft_kind = kind
+    rig.doubles[0].state.num_speculative_tokens = 9
+    rig.publisher.promote(1, pin=False)
+    assert rig.served == [0, 1, 1]
+    rig.heal()
+    assert rig.served == [0, 1, 1] and rig.fleet.drafting()[0] != 9
+    rig.promotions.offer(2)
+    rig.publisher.prepare()
+    rig.publisher.complete(7, rig.stage_policy(7))
+    assert rig.served == [0, 2, 2] and rig.policies == [7, 7, 7]
 
 
 def test_only_changed_tensors_cross_the_wire(rig: Rig) -> None:

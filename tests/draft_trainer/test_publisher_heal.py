@@ -12,6 +12,7 @@ import pytest
 
 from draft_trainer.releases import fleet as fleets
 from draft_trainer.releases import reconcile as healing
+from draft_trainer.releases.client import Failure
 from draft_trainer.releases.commits import PublishResult
 from draft_trainer.releases.fleet import Members
 from slipstream.errors import RefusedError
@@ -241,6 +242,17 @@ def test_servers_join_and_leave(rig: Rig, tmp_path: Path, monkeypatch: pytest.Mo
     rig.publisher.promote(2, pin=False)
     assert rig.served == [2, 2, 2]
     assert left.state.draft_version == 1
+    # What is asked of it meanwhile goes on, as the list may lack it for a moment only.
+    same = rig.fleet.client(left.address)
+    assert not isinstance(same.state(), Failure)
+    rig.doubles.append(left)
+    write_members()
+    rig.fleet.refresh()
+    assert rig.fleet.client(rig.doubles.pop().address) is same
+    write_members()
+    rig.fleet.refresh()
+    monkeypatch.setattr(fleets, "LEFT_SECONDS", 0.0)
+    rig.fleet.refresh()
     assert rig.fleet.client(left.address).state().unknown_fate  # type: ignore[union-attr]
     left.stop()
 

@@ -18,7 +18,7 @@ from rollout_server.control import (
     RolloutControl,
     Weights,
 )
-from rollout_server.engine import Description, UntrustedEngineError
+from rollout_server.engine import Description, ReceivedError, UntrustedEngineError
 from rollout_server.reload import Change, Result
 from rollout_server.store import ContentStore, Key, StagedTensor, WeightSource
 from slipstream.errors import RefusedError
@@ -121,6 +121,26 @@ async def test_a_refused_apply_changes_nothing_and_keeps_the_stage(plane: Plane)
     await plane.control.commit([stage])
     assert plane.control.live[DRAFT].version == 1
     assert plane.outcomes == [("draft", "failed"), ("draft", "ok")]
+
+
+@pytest.mark.anyio
+async def test_a_transfer_that_was_received_in_vain_is_not_received_again(plane: Plane) -> None:
+    """Its sender has ended: the trainer's and the bridge's next commits would wait for tensors."""
+    policy = Weights(POLICY, 1, WeightSource(transfer="{}"), "policy-1")
+    plane.control.add_stage(policy)
+    draft = plane.stage(DRAFT, 1)
+    named = ("commit", "model.layers.0.attn.sinks", "y", "z", grpc.StatusCode.ABORTED)
+    plane.engine.failure = ReceivedError(*named)
+    with pytest.raises(RefusedError, match="sinks"):
+        await plane.control.commit([draft, "policy-1"])
+    plane.engine.failure = None
+    assert list(plane.control.staged) == [draft]
+    for stages in ([draft, "policy-1"], ["policy-1"]):
+        with pytest.raises(RefusedError, match=r"received in vain: commit: found .*sinks"):
+            await plane.control.commit(stages)
+    assert plane.control.live[POLICY].version == 0
+    await plane.control.commit([draft])
+    assert plane.control.live[DRAFT].version == 1
 
 
 @pytest.mark.anyio

@@ -139,7 +139,7 @@ def test_what_vllms_engine_receives_is_refused_too(policy: Policy) -> None:
     )
     with policy.current(), torch.no_grad():
         result = apply_all([(Change("policy", WeightSource(transfer="{}"), old), live)])
-    assert "policy: RefusedError: " in result.error and result.restored
+    assert "policy: RefusedError: " in result.error and result.restored and result.received
     assert calls == ["reset"] and "load_weights" not in vars(policy.model)
     assert not different(policy.tensors(), before)
 
