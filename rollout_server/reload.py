@@ -206,6 +206,8 @@ def apply_all(changes: Sequence[tuple[Change, LiveModel]]) -> Result:
         received = any(change.new.transfer for change, _ in touched)
         if live.standby is not None:
             live.standby.drop()
+    # Not in the handler: the error holds what the failed load held.
+    if error:
         try:
             for change, live in touched:
                 live.abandon()

@@ -219,8 +219,13 @@ class StandbyCopy:
 
 
 def must_pin(device: torch.device, needed: int, owed: Callable[[], int]) -> bool:
-    """Whether a standby copy goes to pinned host memory, because the engine needs the device's."""
-    return device.type == "cuda" and free_bytes(device) - owed() < needed * _HEADROOM
+    """Whether a standby copy goes to pinned host memory, because the engine needs the device's.
+
+    What torch keeps unused is of the engine's streams, which need it again.
+    """
+    if device.type != "cuda":
+        return False
+    return torch.cuda.mem_get_info(device)[0] - owed() < needed * _HEADROOM
 
 
 def free_bytes(device: torch.device) -> int:

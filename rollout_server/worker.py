@@ -186,7 +186,9 @@ def slipstream_apply(self: Any, messages: list[Mapping[str, Any]]) -> dict[str, 
                 if live.standby is not None:
                     live.standby.drop()  # As the reload will: what that frees is room.
                 draft = change.kind == "draft"
-                check_room(live.model, {*self.get_model().modules()} if draft else ())
+                without = {*self.get_model().modules()} if draft else ()
+                buffers = _packed_bytes(self) if change.new.transfer else 0
+                check_room(live.model, without, buffers)
     except RefusedError as error:
         return asdict(Result(0.0, str(error)))
     with set_current_vllm_config(config):
@@ -194,6 +196,16 @@ def slipstream_apply(self: Any, messages: list[Mapping[str, Any]]) -> dict[str, 
     if config.lora_config and any(change.kind == "policy" for change, _ in changes):
         self.model_runner.reset_lora_state()
     return asdict(result)
+
+
+def _packed_bytes(worker: Any) -> int:
+    """Of the buffers into which vLLM's engine for NCCL receives many tensors at a time, and of the
+    tensor that each may exceed its size by."""
+    engine = worker.weight_transfer_engine
+    if not getattr(engine, "packed", False):
+        return 0
+    largest = max((p.nbytes for p in worker.get_model().parameters()), default=0)
+    return int(engine.packed_num_buffers * (engine.packed_buffer_size_bytes + largest))
 
 
 def _sleeps(worker: Any) -> bool:
@@ -208,6 +220,9 @@ def _receive(worker: Any, transfer: str) -> None:
     the model may be torn.
     """
     model = worker.get_model()
+    if any(parameter.device.type != "cpu" for parameter in model.parameters()):
+        # vLLM may load on other streams than that of a step which still runs.
+        torch.cuda.synchronize()
     try:
         worker.start_weight_update()
         with _names_loaded(model) as loaded:
@@ -348,31 +363,46 @@ def reserve_standby(worker_class: type) -> None:
     worker_class.determine_available_memory = leaving_room  # type: ignore[attr-defined]
 
 
-def check_room(model: torch.nn.Module, without: Container[torch.nn.Module] = ()) -> None:
+def check_room(
+    model: torch.nn.Module, without: Container[torch.nn.Module] = (), buffers: int = 0
+) -> None:
     """Refuse to begin a reload that memory is too short for.
 
-    A layer-wise reload holds one layer twice. Where that fails, the old weights cannot be loaded
-    either, and the server would have to stop.
+    A layer-wise reload holds one layer twice; as it is loaded, too, where vLLM converts it then.
+    Where that fails, the old weights cannot be loaded either, and the server would have to stop.
 
     Args:
         model: the live policy or draft.
         without: modules that are not reloaded: a draft's that are the verifier's.
+        buffers: bytes that receiving takes beside it.
 
     Raises RefusedError: naming the bytes.
     """
     devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
     reloaded = (module for module in model.modules() if module not in without)
-    layers = (sum(p.nbytes for p in m.parameters(recurse=False)) for m in reloaded)
-    needed = max(layers, default=0)
+    needed = buffers + max(map(_reload_bytes, reloaded), default=0)
     for device in devices:
         free = free_bytes(device)
         if free < needed:
             raise RefusedError(
                 f"memory of {device}",
                 f"{free} bytes free",
-                f"{needed} bytes, for the largest layer once more",
+                f"{needed} bytes, for the largest layer once more"
+                + (" and what receives it" if buffers else ""),
                 "lower --gpu-memory-utilization; nothing was changed",
             )
+
+
+def _reload_bytes(module: torch.nn.Module) -> int:
+    """Of a module's own parameters while they are reloaded, beside the live ones."""
+    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+    live = dict(module.named_parameters(recurse=False))
+    loaded = get_layerwise_info(module).restore_metadata[0] if live else {}
+    # Quantized as they are loaded: the loaded ones are there until the converted ones are.
+    converted = any(name in live and live[name].dtype != t.dtype for name, t in loaded.items())
+    both = (*live.values(), *(loaded.values() if converted else ()))
+    return sum(tensor.nbytes for tensor in both)
 
 
 @torch.no_grad()

@@ -121,7 +121,8 @@ class PipelineCapture:
         dist.send(state.contiguous(), group=self._group, group_dst=self._last)
 
     def _receive(self, source: int) -> torch.Tensor:
-        on_gpu = dist.get_backend(self._group) == "nccl"
+        # Of every device: "cpu:gloo,cuda:nccl" where a group has both.
+        on_gpu = "nccl" in dist.get_backend_config(self._group)
         device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else "cpu"
         header = torch.empty(4, dtype=torch.int64, device=device)
         dist.recv(header, group=self._group, group_src=source)

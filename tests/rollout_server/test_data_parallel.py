@@ -243,6 +243,25 @@ def test_each_core_checks_and_loads_its_own_entry_of_an_update() -> None:
     assert loaded == [good, good]
 
 
+def test_a_step_that_still_runs_ends_before_weights_are_received(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """vLLM's engine for NCCL loads on streams of its own."""
+    order: list[str] = []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: order.append("quiet"))
+    model = torch.nn.Linear(2, 2, device="meta")
+    model.load_weights = list  # type: ignore[assignment]
+    worker = SimpleNamespace(
+        rank=0,
+        get_model=lambda: model,
+        start_weight_update=lambda: order.append("start"),
+        update_weights=lambda update: order.append("update"),
+        finish_weight_update=lambda: order.append("finish"),
+    )
+    _receive(worker, "{}")
+    assert order == ["quiet", "start", "update", "finish"]
+
+
 def test_an_update_that_would_load_nothing_is_refused() -> None:
     """vLLM 0.33's engine for NCCL takes empty lists for those of the update before."""
     model, before = object(), dict[object, object]()

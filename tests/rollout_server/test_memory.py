@@ -119,9 +119,10 @@ def test_a_copy_goes_to_the_host_where_the_engine_still_needs_the_device(
 ) -> None:
     graphs, other = segment(400, 0, pool=(0, 1)), segment(400, 0, on=1)
     device.free, device.segments = 50 * MIB, [segment(20, 10), segment(10, 0), graphs, other]
-    assert not must_pin(CUDA, 56 * MIB, lambda: 0), "what torch keeps unused counts"
-    assert must_pin(CUDA, 57 * MIB, lambda: 0)
-    assert must_pin(CUDA, 16 * MIB, lambda: 51 * MIB)
+    assert not must_pin(CUDA, 40 * MIB, lambda: 0)
+    assert must_pin(CUDA, 41 * MIB, lambda: 0), "what torch keeps unused, the engine uses again"
+    assert must_pin(CUDA, 16 * MIB, lambda: 31 * MIB)
+    assert free_bytes(CUDA) == 70 * MIB
     assert not must_pin(torch.device("cpu"), 1 << 60, lambda: 0)
 
 
@@ -160,6 +161,32 @@ def test_a_policy_is_not_reloaded_where_one_layer_does_not_fit_twice(
     with pytest.raises(RefusedError):
         device.free -= MIB
         worker.check_room(policy)
+    # Two buffers, each with one tensor more than it holds, and the layer.
+    server.weight_transfer_engine = types.SimpleNamespace(
+        packed=True, packed_num_buffers=2, packed_buffer_size_bytes=4 * MIB
+    )
+    change = Change("policy", WeightSource(transfer="{}"), WeightSource("/old")).to_message()
+    device.free = 55 * MIB
+    answer = slipstream_apply(server, [change])
+    assert f"{56 * MIB} bytes, for the largest layer once more and what" in answer["error"]
+
+
+def test_what_is_quantized_as_it_is_loaded_is_there_in_both_forms(
+    device: types.SimpleNamespace,
+) -> None:
+    from vllm.model_executor.model_loader.reload import layerwise
+
+    policy = nn.Module()
+    with FakeTensorMode():
+        experts = torch.empty(2048, 2048, dtype=torch.float8_e4m3fn, device=CUDA)
+        policy.weight = nn.Parameter(experts, requires_grad=False)
+    as_loaded = torch.empty(2048, 2048, dtype=torch.bfloat16, device="meta")
+    layerwise.get_layerwise_info(policy).restore_metadata = ({"weight": as_loaded}, {})
+    device.free = 12 * MIB
+    worker.check_room(policy)
+    device.free -= 1
+    with pytest.raises(RefusedError, match=str(12 * MIB)):
+        worker.check_room(policy)
 
 
 @pytest.fixture
@@ -179,6 +206,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> types.SimpleNamespace:
         get_draft_model=lambda: draft,
         vllm_config=types.SimpleNamespace(speculative_config=settings, lora_config=None),
         slipstream_hooks=types.SimpleNamespace(standby=standby),
+        weight_transfer_engine=None,
     )
 
 
