@@ -212,7 +212,7 @@ class PolicyBridge(AbstractContextManager["PolicyBridge"]):
         session = self._guard.session_for(version)
         snapshot = self._snapshot(session if self._config.bytes_per_step else None, version, lead)
         waited = self._last_sync is not None and self._last_sync.policy_waits
-        window = self._sync_window(version, session, lead)
+        window = self._sync_window(version, lead)
         self._window_open = True
         try:
             with window:
@@ -394,7 +394,7 @@ class PolicyBridge(AbstractContextManager["PolicyBridge"]):
         if snapshot is not None and self._connection is not None:
             self._connection.offer_policy(snapshot)
 
-    def _sync_window(self, version: int, session: Session | None, lead: bool) -> SyncWindow:
+    def _sync_window(self, version: int, lead: bool) -> SyncWindow:
         known = None if self._connection is None else self._connection.session
         trainer_servers: tuple[str, ...] = ()
         if known is not None:
@@ -405,7 +405,8 @@ class PolicyBridge(AbstractContextManager["PolicyBridge"]):
             self._model,
             self._config,
             trainer=self._trainer,
-            session=session if self._guard.connected and answers else None,
+            # Also of a version that is not captured: servers join, and releases wait for a sync.
+            session=known if self._guard.connected and answers else None,
             servers=self._config.rollout_servers or trainer_servers,
             told=self._servers,
             fleet_known=known is not None or self._connection is None,

@@ -11,13 +11,14 @@ import pytest
 import torch
 
 from policy_bridge import DisabledBridge, PolicyBridge, PolicySyncError
+from policy_bridge.capture import NullCapture
 from policy_bridge.stats import SyncResult
 from policy_bridge.sync import policy_tensors
 from slipstream.errors import RefusedError
 from slipstream.v1 import draft_trainer_pb2 as pb
 from slipstream.v1 import rollout_server_pb2 as rollout_pb
 
-from .conftest import Connect, Rollouts, addresses, batch, make_model, ship
+from .conftest import Connect, Rollouts, addresses, batch, deliver, make_model, ship
 from .doubles import DEADLINE, BlackHole, FakeTrainer
 from .test_peft import adapted
 
@@ -367,6 +368,28 @@ def test_the_policy_is_pushed_although_its_version_goes_backwards(
     bridge = connect(version=5)
     push(bridge, 4)
     assert [double.policy_version for double, _ in rollouts] == [4, 4]
+
+
+def test_a_version_that_is_not_captured_has_its_window_at_the_trainer(
+    trainer: FakeTrainer, connect: Connect, rollouts: Rollouts
+) -> None:
+    """One of a resumed job, below those that the trainer knows: it names the servers even so."""
+    first, second = addresses(rollouts)
+    trainer.rollout_servers = (first,)
+    connect(version=7)
+    trainer.wait_for(lambda: 7 in trainer.tensors)
+    bridge = connect(model=(model := make_model()))
+    trainer.rollout_servers, before = (second,), len(trainer.events)
+    assert push(bridge, 4).draft_errors == ()
+    calls = [call for call, _ in trainer.events[before:] if call.endswith("Sync")]
+    assert calls == ["PrepareSync", "CompleteSync"]
+    assert [double.policy_version for double, _ in rollouts] == [None, 4]
+    assert isinstance(bridge.capture(), NullCapture)
+    assert "policy_version: found 4, expected > 7" in bridge.stats().capture_off_reason
+    push(bridge, 8)
+    deliver(bridge, model, batch((8,)))
+    announced = trainer.events[before:].count(("AnnouncePolicy", -1))
+    assert ([*trainer.tensors], announced) == ([7, 8], 1), "4 would have come before 8"
 
 
 @pytest.mark.parametrize("when", ["before", "between"])
