@@ -149,7 +149,7 @@ class PolicyBridge(AbstractContextManager["PolicyBridge"]):
         prefix, numbers = uuid.uuid4().hex[:12], itertools.count()
         self._next_id = lambda: f"{prefix}-{next(numbers)}"
         # Of the version that was synced last.
-        self._spent = Spent()
+        self._spent = Spent(config.bytes_per_step)
         self._probed = False
         self._weights = WeightWatch()
         self._last_sync: SyncResult | None = None
@@ -386,7 +386,7 @@ class PolicyBridge(AbstractContextManager["PolicyBridge"]):
         if result.left_out:
             logger.warning("rollout servers are left out: %s", dict(result.left_out))
         # Another one: what is chosen late, of a window before, is of the version before.
-        self._spent = Spent()
+        self._spent = Spent(self._config.bytes_per_step)
         self._guard.synced(result.policy_version, session if snapshot is not None else None)
         if self._modules is not None:
             # Taken now: merging adapters inside the window is part of the sync.

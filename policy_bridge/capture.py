@@ -31,7 +31,7 @@ from policy_bridge.hooks import ForwardTap
 from policy_bridge.logits import check_width, is_sharded
 from policy_bridge.model import PolicyModules, compiled_whole
 from policy_bridge.outbox import PRIORITIES
-from policy_bridge.selection import Candidate, Spent, bytes_per_token, choose
+from policy_bridge.selection import Candidate, Spent, bytes_per_token
 from policy_bridge.session import Session
 from policy_bridge.stats import Counters
 from slipstream.errors import RefusedError
@@ -407,7 +407,7 @@ class Capture:
     def _thin_out(self, records: list[Record]) -> None:
         """Keep what would be sent of the passes so far if there were no others, as copies."""
         found, kept, left = self._candidates(records), {}, self.device_bytes // 2
-        for candidate in choose(found, self.budget_bytes - self.spent.nbytes):
+        for candidate in self.spent.choose(found, self.budget_bytes):
             record = found[candidate]
             left -= candidate.tokens * record.token_bytes
             if left < 0:
@@ -427,7 +427,7 @@ class Capture:
         found = self._candidates(records)
         self._kept, self._kept_bytes = {}, 0
         # Choices are made one after the other: what the last one left is known here.
-        wanted = choose(found, (self.budget_bytes - self.spent.nbytes) // passes_left)
+        wanted = self.spent.choose(found, self.budget_bytes, passes_left)
         self.spent.add(wanted)
         self.counters.add(
             chosen_samples=len(wanted),

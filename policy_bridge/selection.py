@@ -59,10 +59,29 @@ class Candidate:
 
 @dataclass(eq=False)
 class Spent:
-    """What the windows of one policy version have chosen. Changed where choosing is done."""
+    """What the windows of one policy version have chosen. Changed where choosing is done.
 
+    Attributes:
+        first_bytes: what the first sample may take that a smaller budget leaves out.
+    """
+
+    first_bytes: int = 0
     nbytes: int = 0
     samples: int = 0
+
+    def choose(
+        self, candidates: Iterable[Candidate], budget_bytes: int, passes_left: int = 1
+    ) -> list[Candidate]:
+        """What is sent of a pass, see ``choose``: a share of what is left of the budget.
+
+        At least one sample of a version, within ``first_bytes``. How many tokens a trainer wants
+        it says in its answers: a client that sends nothing would not hear when it wants more.
+        """
+        pool = [*candidates]
+        chosen = choose(pool, (budget_bytes - self.nbytes) // passes_left)
+        if chosen or self.samples or passes_left > 1:
+            return chosen
+        return choose(pool, self.first_bytes)[:1]
 
     def add(self, chosen: Sequence[Candidate]) -> None:
         """These were chosen."""

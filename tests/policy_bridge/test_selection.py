@@ -12,6 +12,7 @@ import torch
 from policy_bridge.selection import (
     CONTEXT_TOKENS,
     Candidate,
+    Spent,
     bytes_per_token,
     choose,
     windows,
@@ -146,6 +147,34 @@ def test_what_a_trainer_has_a_use_for_is_known_when_its_stream_is_opened_again(
         sync(bridge, 2)
         deliver(bridge, model, data)
     assert len(trainer.samples) == 12 + 4
+
+
+def test_a_trainer_is_heard_although_no_sequence_fits_into_what_it_has_a_use_for(
+    trainer: FakeTrainer, connect: Connect
+) -> None:
+    model = make_model()
+    bridge = connect(model=model)
+    for version, tokens, wanted, more in ((1, 10, 10, 4), (2, 15, 10, 1), (3, 15, 0, 1)):
+        sync(bridge, version)
+        trainer.wanted_tokens = wanted
+        deliver(bridge, model, batch((tokens,) * 4))
+        assert sum(s.policy_version == version for s in trainer.samples.values()) == more
+    sync(bridge, 4)
+    deliver(bridge, model, batch((15,) * 4))
+    assert len(trainer.samples) == 6 + 4, "as many as there are"
+
+
+def test_the_first_sample_of_a_version_may_be_larger_than_the_budget() -> None:
+    pool = candidates([5, 50, 5])
+    spent = Spent(first_bytes=60)
+    (first,) = spent.choose(pool, 40)
+    assert first in (pool[0], pool[2]) and first == min(pool[::2], key=lambda one: one.lot)
+    assert spent.choose(pool, 40, passes_left=2) == [], "one of the last pass may fit"
+    spent.add([first])
+    assert spent.choose(pool, 40) == []
+    assert Spent().choose(pool, 40) == Spent(first_bytes=49).choose(pool, 40) == []
+    assert len(Spent(first_bytes=60).choose(pool, 50)) == 1
+    assert len(Spent(first_bytes=60).choose(pool, 100)) == 2
 
 
 def test_what_a_trainer_has_a_use_for_is_of_all_windows_of_a_version(
