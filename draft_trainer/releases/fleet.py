@@ -24,7 +24,7 @@ from draft_trainer.config import DNS, FILE, PublishConfig
 from draft_trainer.drafters.acceptance import Method
 from draft_trainer.releases.client import DraftPayload, Failure, RolloutClient
 from slipstream.client import join_address, split_address
-from slipstream.errors import RefusedError
+from slipstream.errors import RefusedError, StatusCode
 from slipstream.security import NONE, ClientCredentials
 from slipstream.v1 import rollout_server_pb2 as pb
 
@@ -291,9 +291,11 @@ class Fleet:
     def states(self, read_back: bool = False) -> dict[str, pb.ServerState | Failure]:
         """What every server serves now."""
         states = self.each(lambda client: client.state(read_back))
-        if read_back and (silent := [a for a, s in states.items() if isinstance(s, Failure)]):
+        failed = {a: s.code for a, s in states.items() if isinstance(s, Failure)}
+        late = [a for a, code in failed.items() if code is StatusCode.DEADLINE_EXCEEDED]
+        if read_back and late:
             # A look into memory waits for a commit under way.
-            states |= self.each(lambda client: client.state(), silent)
+            states |= self.each(lambda client: client.state(), late)
         reached = {a: state for a, state in states.items() if not isinstance(state, Failure)}
         with self._lock:
             self._states = reached

@@ -12,10 +12,10 @@ import pytest
 
 from draft_trainer.releases import fleet as fleets
 from draft_trainer.releases import reconcile as healing
-from draft_trainer.releases.client import Failure
+from draft_trainer.releases.client import Failure, RolloutClient
 from draft_trainer.releases.commits import PublishResult
 from draft_trainer.releases.fleet import Members
-from slipstream.errors import RefusedError
+from slipstream.errors import RefusedError, StatusCode
 from tests.draft_trainer.fleet_double import RolloutDouble
 from tests.draft_trainer.fleet_rig import LONG, Rig
 from tests.draft_trainer.registry_rig import flip_bit
@@ -222,6 +222,22 @@ def test_stages_that_a_dead_trainer_left_are_forgotten_and_those_in_use_are_kept
     rig.heal()
     assert [list(d._state().staged) for d in rig.doubles] == [["draft-2", "mine"]] * 3
     assert rig.publisher.complete(0, "").draft_version == 2
+
+
+def test_a_look_into_memory_that_waits_for_a_commit_loses_no_server(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = RolloutClient.state
+
+    def late(client: RolloutClient, read_back: bool = False) -> object:
+        if read_back:
+            return Failure("no answer in time", StatusCode.DEADLINE_EXCEEDED)
+        return state(client)
+
+    monkeypatch.setattr(RolloutClient, "state", late)
+    states = rig.fleet.states(read_back=True)
+    assert not any(isinstance(state, Failure) for state in states.values())
+    assert rig.fleet.any_ready([*states])
 
 
 def test_servers_join_and_leave(rig: Rig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
