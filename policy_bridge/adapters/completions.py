@@ -16,6 +16,8 @@ import httpx
 from slipstream.errors import RefusedError, clean
 
 _IDLE_SECONDS = 2.0
+# Below it vLLM samples greedily, and then refuses to make several completions of a prompt.
+_GREEDY = 1e-5
 _VERSIONS = "x-slipstream-policy-versions"
 
 
@@ -109,7 +111,9 @@ class CompletionsClient:
     def generate(
         self, prompts: Sequence[Sequence[int]], sampling: Mapping[str, Any]
     ) -> list[Completion]:
-        """One completion of each prompt, all at once; equal neighbours go as one request.
+        """One completion of each prompt, all at once.
+
+        Equal neighbours go as one request, greedy ones (``temperature`` 0) as one each.
 
         Args:
             prompts: token ids; a prompt is repeated for each completion wanted.
@@ -121,6 +125,9 @@ class CompletionsClient:
                 log-probabilities.
         """
         groups = [(key, len(list(same))) for key, same in groupby(map(tuple, prompts))]
+        temperature = sampling.get("temperature")
+        if temperature is not None and temperature < _GREEDY:
+            groups = [(tuple(prompt), 1) for prompt in prompts]
         failures: list[httpx.HTTPError | RefusedError] = []
 
         def complete(client: httpx.Client, prompt: Sequence[int], samples: int) -> list[Completion]:

@@ -57,6 +57,17 @@ def test_completions_come_in_the_prompts_order_and_equal_neighbours_share_a_requ
     }
 
 
+@pytest.mark.parametrize(("temperature", "most"), [(0.0, 1), (1e-6, 1), (1e-5, 3), (None, 3)])
+def test_greedy_completions_of_equal_prompts_are_a_request_each(
+    served: tuple[str, Requests], temperature: float | None, most: int
+) -> None:
+    """vLLM refuses several of a prompt: "n must be 1 when using greedy sampling"."""
+    with CompletionsClient([served[0]], "policy") as client:
+        found = client.generate([[1, 2]] * 3, {"temperature": temperature})
+    assert [c.token_ids for c in found] == [[2, 1]] * 3
+    assert {request["n"] for request in served[1]} == {most}
+
+
 @pytest.mark.parametrize("first", [90, 91, 92])
 def test_an_answer_with_something_missing_is_refused(
     served: tuple[str, Requests], first: int
