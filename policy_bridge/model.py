@@ -194,7 +194,8 @@ class PolicyModules:
         form: what the policy does to lm_head's output.
         shards: every parameter of a policy that is spread over ranks (FSDP2), as this rank
             holds it between steps; empty if it is not spread.
-        noise: modules, and the attribute that says how random they are in train mode.
+        noise: modules, and the attribute that says how random they are in train mode; as of the
+            last ``find_noise``.
     """
 
     root: nn.Module
@@ -208,7 +209,7 @@ class PolicyModules:
     final_norm: nn.Module | None
     form: LogitForm
     shards: tuple[torch.Tensor, ...]
-    noise: tuple[tuple[nn.Module, str], ...]
+    noise: list[tuple[nn.Module, str]]
 
     @property
     def head_weight(self) -> torch.Tensor:
@@ -234,6 +235,13 @@ class PolicyModules:
     def vocab_size(self) -> int:
         """Rows of lm_head."""
         return self.head_shape[0]
+
+    def find_noise(self) -> None:
+        """Look again: adapters may be put into the policy after the bridge was built.
+
+        A walk of the whole policy, which takes milliseconds: not in a step.
+        """
+        self.noise[:] = _noise(self.policy)
 
     def check_exact(self) -> None:
         """Raise RefusedError if a pass that runs now draws a dropout or a router's jitter."""
@@ -424,7 +432,7 @@ def find_modules(
         final_norm=norm,
         form=form_of(inside[-1], logit_scale, logit_soft_cap),
         shards=tuple(model.parameters()) if sharded else (),
-        noise=tuple(_noise(inside[-1])),
+        noise=list(_noise(inside[-1])),
     )
 
 

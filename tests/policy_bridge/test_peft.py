@@ -8,14 +8,16 @@ import peft
 import pytest
 import torch
 
+from policy_bridge import BridgeConfig, PolicyBridge
 from policy_bridge.config import ModulePaths
 from policy_bridge.model import find_modules, stamp_of
 from slipstream.errors import RefusedError
 from tests.tiny import tiny_qwen3
 
 from .conftest import batch
+from .doubles import DEADLINE, FakeTrainer
 from .test_models import check_states
-from .windows import Windows, assert_same_bits, gradients, gradients_in, logits_of
+from .windows import LAYERS, Windows, assert_same_bits, gradients, gradients_in, logits_of
 
 
 def adapted(**settings: object) -> torch.nn.Module:
@@ -73,6 +75,27 @@ def test_a_pass_with_dropout_is_refused_and_its_gradients_are_its_own(
         logits_of(model, data)
         capture.ship(**data)
     assert len(windows.samples) == 3
+
+
+def test_adapters_with_dropout_that_come_after_the_bridge_are_seen_at_the_next_sync() -> None:
+    """As TRL's: ``GRPOTrainer(peft_config=...)`` is given a model that has its bridge already."""
+    double, model = FakeTrainer(layers=LAYERS), tiny_qwen3()
+    double.vocab_ids = torch.arange(model.config.vocab_size)
+    with (
+        double.serve() as server,
+        PolicyBridge(model, BridgeConfig(server.address, "late", ())) as bridge,
+    ):
+        assert bridge.wait_connected(DEADLINE)
+        config = peft.LoraConfig(r=2, target_modules=["q_proj"], lora_dropout=0.5)
+        peft.get_peft_model(model, config).train()
+        with bridge.sync(0):
+            pass
+        data = batch((9, 5, 12))
+        with bridge.capture() as capture:
+            logits_of(model, data)
+            capture.ship(**data)
+        assert "lora_dropout=0" in bridge.stats().capture_off_reason
+        assert bridge.flush(DEADLINE) and not double.samples
 
 
 @pytest.mark.parametrize("part", ["lm_head", "embed_tokens"])
