@@ -23,6 +23,7 @@ from policy_bridge.adapters.completions import Rollouts
 from policy_bridge.bridge import DisabledBridge, PolicyBridge
 from policy_bridge.capture import Capture, NullCapture
 from policy_bridge.hooks import watch
+from slipstream.errors import RefusedError
 from slipstream.sampling import SAMPLING
 
 
@@ -58,6 +59,7 @@ class TrlRollouts:
     ) -> None:
         self._bridge, self._rollouts, self._weights = bridge, rollouts, weights
         self._capture: Capture | NullCapture | None = None
+        self._synced_step: int | None = None
         self._rows_left = 0
         self._skip_no_grad = self._hooked = False
         self._logits_dtype: torch.dtype | None = None
@@ -73,8 +75,10 @@ class TrlRollouts:
             PolicySyncError: a rollout server did not take the policy.
             httpx.HTTPError: a rollout server did not answer.
             RefusedError: it takes no request with these sampling parameters. With drafts, vLLM
-                takes no ``min_p``: https://github.com/vllm-project/vllm/issues/42744
+                takes no ``min_p``: https://github.com/vllm-project/vllm/issues/42744. Or the
+                trainer has tools or environments, or a prompt an image or a video.
         """
+        _check_served(prompts, trainer)
         self._end_window()
         self._sync(trainer)
         ids = _prompt_ids(prompts, trainer)
@@ -88,8 +92,13 @@ class TrlRollouts:
         }
 
     def _sync(self, trainer: Any) -> None:
-        version = trainer.state.global_step
-        if self._bridge.policy_version != version:
+        step, known = trainer.state.global_step, self._bridge.policy_version
+        if self._synced_step is None and known == step:
+            self._synced_step = step
+        if self._synced_step != step:
+            # One generation may serve many optimizer steps, and the draft trainer's replay counts
+            # a sample's age in versions. From the first step on, so that a resumed run rises too.
+            version = step if self._synced_step is None or known is None else known + 1
             policy = self._weights(trainer) if self._weights is not None else None
             lead = trainer.accelerator.is_main_process
             with self._bridge.sync(version, lead=lead) as window:
@@ -97,6 +106,7 @@ class TrlRollouts:
                     window.push_policy(policy)
             # No process may generate before the main one has committed the policy.
             trainer.accelerator.wait_for_everyone()
+            self._synced_step = step
 
     def _begin_window(self, trainer: Any, rows: int) -> None:
         """Capture each of the generation batch's ``rows`` once, in the next passes over them."""
@@ -145,11 +155,32 @@ class TrlRollouts:
             self._end_window()
 
 
+def _check_served(prompts: list[Any], trainer: Any) -> None:
+    """Raise RefusedError for what a completions request of token ids cannot do."""
+    for name, found in (
+        ("tools", getattr(trainer, "tools", None)),
+        ("environment_factory", getattr(trainer, "environment_factories", None)),
+    ):
+        if found:
+            # After a tool's answer TRL generates with the trained model, not on the servers.
+            step = "leave it out, or generate with a rollout_func of your own"
+            raise RefusedError(name, f"{len(found)} of them", "none, single-turn rollouts", step)
+    for prompt in prompts:
+        contents = [] if isinstance(prompt, str) else [one.get("content") for one in prompt]
+        parts = [part for content in contents if isinstance(content, list) for part in content]
+        others = {str(part["type"]) for part in parts} - {"text"}
+        if others:
+            step = "leave such prompts, and the images, out of the data set"
+            raise RefusedError("prompts", f"content of type {sorted(others)}", "text", step)
+
+
 def _prompt_ids(prompts: list[Any], trainer: Any) -> list[list[int]]:
     """Token ids of prompts that are texts, or conversations for the chat template."""
     processing, extra = trainer.processing_class, trainer.args.chat_template_kwargs or {}
     if isinstance(prompts[0], str):
         return list(processing(text=prompts)["input_ids"])
+    # Without one, the tokenizer's own.
+    extra = {"chat_template": getattr(trainer, "chat_template", None), **extra}
     settings = {"add_generation_prompt": True, "tokenize": True, "return_dict": True}
     return list(processing.apply_chat_template(prompts, **settings, **extra)["input_ids"])
 

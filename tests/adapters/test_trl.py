@@ -26,6 +26,7 @@ from policy_bridge import DisabledBridge, PolicyBridge
 from policy_bridge.adapters.completions import Completion, CompletionsClient
 from policy_bridge.adapters.trl import TrlRollouts, whole_policy
 from slipstream.client import open_channel
+from slipstream.errors import RefusedError
 from slipstream.tensors import dtype_from_wire
 from slipstream.v1 import draft_trainer_pb2 as pb
 from slipstream.v1 import draft_trainer_pb2_grpc as pb_grpc
@@ -69,6 +70,81 @@ def test_the_trained_model_can_be_copied_while_its_passes_are_watched() -> None:
     assert calls == [] and len(model._forward_hooks) == 1
 
 
+class Stub:
+    """A trainer that has what one generation reads of it."""
+
+    def __init__(self, **changes: Any) -> None:
+        self.state = SimpleNamespace(global_step=0)
+        self.accelerator = SimpleNamespace(is_main_process=True, wait_for_everyone=lambda: None)
+        self.model = torch.nn.Linear(2, 2).eval()
+        self.eos_token_ids = [2]
+        self.args = SimpleNamespace(
+            **{"max_completion_length": 1, "temperature": 1.0, "top_p": 1.0, "top_k": 0},
+            **{"min_p": None, "repetition_penalty": 1.0, "generation_kwargs": None},
+            chat_template_kwargs=None,
+        )
+        self.templates: list[str | None] = []
+        self.processing_class = SimpleNamespace(apply_chat_template=self._tokens)
+        vars(self).update(changes)
+
+    def _tokens(self, prompts: list[Any], **named: Any) -> dict[str, Any]:
+        self.templates.append(named["chat_template"])
+        return {"input_ids": [[5, 6] for _ in prompts]}
+
+
+CHAT = [{"role": "user", "content": "1+1"}]
+
+
+def test_versions_count_up_by_one_from_the_step_where_a_run_begins() -> None:
+    bridge, trainer, found = DisabledBridge(), Stub(), []
+    rollouts = TrlRollouts(bridge, FixedRollouts(), weights=None)
+    for step in (20, 20, 28, 36, 36):
+        trainer.state.global_step = step
+        rollouts([CHAT], trainer)
+        found.append(bridge.policy_version)
+    assert found == [20, 20, 21, 22, 22]
+
+
+def test_a_version_that_the_loop_itself_synced_is_not_synced_again() -> None:
+    bridge, trainer = DisabledBridge(), Stub()
+    bridge.sync(0)
+    never: Any = None  # called, it would be an error
+    rollouts = TrlRollouts(bridge, FixedRollouts(), weights=lambda trainer: never())
+    rollouts([CHAT], trainer)
+    assert bridge.policy_version == 0
+
+
+def test_prompts_are_rendered_with_the_trainers_own_chat_template() -> None:
+    rollouts = TrlRollouts(DisabledBridge(), FixedRollouts(), weights=None)
+    for trainer, expected in ((Stub(), None), (Stub(chat_template="of TRL"), "of TRL")):
+        rollouts([CHAT], trainer)
+        assert trainer.templates == [expected]
+
+
+@pytest.mark.parametrize(
+    ("field", "changes", "content"),
+    [
+        ("tools", {"tools": [max]}, "1+1"),
+        ("environment_factory", {"environment_factories": {None: object}}, "1+1"),
+        ("prompts", {}, [{"type": "text", "text": "what"}, {"type": "image", "image": 0}]),
+        ("prompts", {}, [{"type": "video", "video": 0}]),
+    ],
+)
+def test_what_a_completions_request_cannot_do_is_refused(
+    field: str, changes: dict[str, Any], content: Any
+) -> None:
+    bridge = DisabledBridge()
+    rollouts = TrlRollouts(bridge, FixedRollouts(), weights=None)
+    prompts = [CHAT, [{"role": "user", "content": content}]]
+    with pytest.raises(RefusedError) as caught:
+        rollouts(
+            prompts, Stub(tools=[], environment_factories=None) if not changes else Stub(**changes)
+        )
+    assert caught.value.field == field and bridge.policy_version is None
+    parts = [{"role": "user", "content": [{"type": "text", "text": "1+1"}]}]
+    rollouts([parts], Stub(tools=[], environment_factories=None))
+
+
 def test_what_the_adapter_hooks_into_is_in_this_trl() -> None:
     """Names and arguments alone: a TRL that moves one of them fails here first, by name."""
     from trl import GRPOConfig, GRPOTrainer
@@ -78,6 +154,9 @@ def test_what_the_adapter_hooks_into_is_in_this_trl() -> None:
     assert "self.rollout_func(prompts, self)" in generate
     log_probs = getsource(GRPOTrainer._get_per_token_logps_and_entropies)
     assert "labels=labels, fused_lm_head=True" in log_probs and "outputs.log_probs" in log_probs
+    tokenize = getsource(GRPOTrainer._tokenize_prompts)
+    assert "chat_template=self.chat_template" in tokenize and "tools=self.tools" in tokenize
+    assert "self.environment_factories is not None" in tokenize
     assert "self.is_deepspeed_enabled = " in getsource(Trainer.create_accelerator_and_postprocess)
     settings = {field.name for field in fields(GRPOConfig)}
     assert settings >= {
@@ -119,7 +198,8 @@ def load_policy(policy_dir: Path) -> PreTrainedModel:
         # Captured from the training passes: generation and optimizer step go together.
         ({"gradient_accumulation_steps": 2}, {0: 16, 1: 16, 2: 16}),
         # Two optimizer steps per generation: TRL does a log-prob pass over all of it first.
-        ({"steps_per_generation": 2, "gradient_accumulation_steps": 1}, {0: 16, 2: 16}),
+        # Versions count generations: what a trainer keeps is not aged by the steps between.
+        ({"steps_per_generation": 2, "gradient_accumulation_steps": 1}, {0: 16, 1: 16}),
     ],
 )
 def test_training_is_the_same_to_the_bit_and_every_sequence_ships_once(
