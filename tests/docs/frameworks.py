@@ -236,6 +236,17 @@ class SingleTurnAgentExecutor:
         }
 
 
+class SamplingParams(SimpleNamespace):
+    """vLLM's struct, with the fields that matter here."""
+
+    def __init__(self, **given: object) -> None:
+        fields: dict[str, object] = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "max_tokens": 16}
+        fields |= {"min_tokens": 0, "skip_special_tokens": True, "stop": [], "stop_token_ids": []}
+        fields |= {"seed": None, "logprobs": None, "output_text_buffer_length": 0}
+        fields |= {"_all_stop_token_ids": (), "presence_penalty": 0.0}
+        super().__init__(**{**fields, **given}, __struct_fields__=tuple(fields))
+
+
 class RolloutRayActor:
     async def __init__(self, *args: object, **kwargs: object) -> None:
         raise AssertionError("starts vLLM on a GPU")

@@ -339,17 +339,24 @@ def test_skyrl(rig: Rig) -> None:
     assert next(iter(rig.trainer.samples.values())).sampling.top_p == pytest.approx(0.9)
 
 
-def test_prime_rl(rig: Rig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("taught", [(), (7, 8)])
+def test_prime_rl(
+    rig: Rig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, taught: tuple[int, ...]
+) -> None:
     rows, initial = some_rows(), dict(make_model().state_dict())
-    before = logits_of(make_model(), rows)
+    rows[1].tool, before = taught, logits_of(make_model(), rows)
     ids = torch.cat([row.ids for row in rows])[None]
-    masks = [torch.arange(len(row.ids)) >= row.prompt for row in rows]
-    micro_batch = {
+    masks = torch.cat([torch.arange(len(row.ids)) >= row.prompt for row in rows])
+    micro_batch: dict[str, Any] = {
         "input_ids": ids,
         "position_ids": torch.cat([torch.arange(len(row.ids)) for row in rows])[None],
-        "loss_mask": torch.cat(masks)[None],
+        "loss_mask": masks[None],
         "temperatures": torch.full(ids.shape, TEMPERATURE),
+        "ce_weights": None,
     }
+    if taught:
+        own = torch.cat([torch.tensor(row.sampled) for row in rows])
+        micro_batch["ce_weights"] = (masks ^ own)[None].float()
     model = sharded(frameworks.with_prime_head(make_model()))
 
     def after(broadcast: Any, version: int) -> None:
@@ -390,8 +397,8 @@ def test_openrlhf(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
         remote = place.ppo_actor.PolicyModelActor
         assert remote._default_options["num_gpus"] == 1
         actor = remote.__ray_metadata__.modified_class()
-        sampling = SimpleNamespace(temperature=TEMPERATURE, top_p=0.9)
-        strategy = SimpleNamespace(args=SimpleNamespace(rollout=sampling))
+        rollout = SimpleNamespace(temperature=TEMPERATURE, top_p=0.9)
+        strategy = SimpleNamespace(args=SimpleNamespace(rollout=rollout))
         actor.init_model_from_pretrained(strategy, lambda: policy, None, engines)
         with connected(actor.bridge) as bridge:
             rig.check_pushed(0, dict(policy.state_dict()))
@@ -401,15 +408,14 @@ def test_openrlhf(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
             if engines is not None:
                 actor.broadcast_to_vllm()
             rig.check_pushed(1, dict(policy.state_dict()))
-        sampling = SimpleNamespace(
-            **{"temperature": TEMPERATURE, "top_p": 0.9, "top_k": -1, "max_tokens": 16},
-            **{"min_tokens": 1, "skip_special_tokens": False, "logprobs": 1},
-        )
+        derived = {"output_text_buffer_length": 3, "_all_stop_token_ids": (7,)}
+        sampling = frameworks.SamplingParams(stop=["</a>"], seed=5, logprobs=1, **derived)
         answers = asyncio.run(engines[0].generate_responses([1, 2], sampling, num_samples=2))
-        assert answers[1] == {
-            "observation_tokens": [1, 2, 5, 6],
-            **{"rollout_log_probs": [-1.0, -2.0], "truncated": True, "text": "a"},
-        }
+        expected = {"observation_tokens": [1, 2, 5, 6], "rollout_log_probs": [-1.0, -2.0]}
+        assert answers[1] == {**expected, "truncated": True, "text": "a"}
+        sampling.presence_penalty = 1.0
+        with pytest.raises(ValueError, match="presence_penalty"):
+            asyncio.run(engines[0].generate_responses([1, 2], sampling))
         assert engines[0].get_num_unfinished_requests() == 0
         for method in ("sleep", "wake_up", "pause_generation", "resume_generation"):
             asyncio.run(getattr(engines[0], method)())
@@ -422,7 +428,7 @@ def test_openrlhf(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
         run("OpenRLHF")
     frameworks.check_limits(made)
     assert ran == [("openrlhf.cli.train_ppo_ray", "__main__")] and actors == ["SlipstreamEngine"]
-    assert [body["max_tokens"] for body in asked] == [16, 16]
+    assert [(b["max_tokens"], b["stop"], b["seed"]) for b in asked] == [(16, ["</a>"], 5)] * 2
     assert next(iter(rig.trainer.samples.values())).sampling.top_p == pytest.approx(0.9)
 
 
