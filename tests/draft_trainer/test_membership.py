@@ -112,6 +112,7 @@ def test_a_member_that_may_not_be_asked_keeps_no_other_from_being_asked(
     credentials = ClientCredentials(token_file=write_token(tmp_path / "token", "operate" * 8))
     fleet = Fleet(PublishConfig(rollout_servers=(f"file:{members}",)), credentials=credentials)
     left = fleet.client("127.0.0.1:2")
+    monkeypatch.setattr(fleets, "LEFT_SECONDS", 0.0)
     members.write_text("127.0.0.1:1\n192.0.2.1:3\n127.0.0.1:4\n")
     for _ in range(2):
         assert fleet.refresh() == fleet.addresses == ("127.0.0.1:1", "127.0.0.1:4")
