@@ -385,10 +385,11 @@ class Canary:
         figures = _figures(batches)
         if _drafts(figures) < self.config.min_drafts:
             return None
-        (found,) = self._intervals(figures)
-        if decisive and found is not None:
-            equal = replace(found, low=found.mean)
-            return figures if decide(equal, found, self.config.max_loss) else None
+        if decisive:
+            (found,) = self._intervals(figures)
+            if found is not None:
+                equal = replace(found, low=found.mean)
+                return figures if decide(equal, found, self.config.max_loss) else None
         return figures
 
     def result(self, now: Promotion, fleet: Fleet) -> TrialResult | None:
