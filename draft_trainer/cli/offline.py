@@ -75,10 +75,10 @@ class Record:
         from transformers import AutoModelForCausalLM
 
         from draft_trainer.checkpoints import read_policy_config, size_of
+        from draft_trainer.drafters.initial import aux_layers
         from draft_trainer.files import check_free
         from draft_trainer.offline.record import Recorder
         from draft_trainer.offline.report import progress_of
-        from slipstream.layers import check_layers
 
         at_least("--samples", self.samples, 1)
         at_least("--max-tokens", self.max_tokens, 1)
@@ -89,11 +89,7 @@ class Record:
         if self.threads is not None:
             torch.set_num_threads(self.threads)
         config = read_policy_config(folder)
-        if layers is not None:
-            # The state after the last layer is the input of no layer: it cannot be captured.
-            last = size_of(config, "num_hidden_layers") - 2
-            next_step = "leave the option out, which chooses three"
-            check_layers(layers, "--aux-layers", next_step, 0, last)
+        layers = aux_layers(config, layers, first=0)
         total, parts = self._parts(folder, size_of(config, "vocab_size"))
         try:
             model = AutoModelForCausalLM.from_pretrained(folder, dtype=self.dtype)

@@ -76,7 +76,7 @@ def init_draft(
         **sizes,
         target_hidden_size=sizes["hidden_size"],
         draft_vocab_size=vocab if draft_vocab_ids is None else len(draft_vocab_ids),
-        aux_layer_ids=_layers(policy.config, aux_layer_ids, first=0),
+        aux_layer_ids=aux_layers(policy.config, aux_layer_ids, first=0),
         rope=Rope.of_policy(policy.config),
     )
     rows = policy.lm_head
@@ -117,7 +117,7 @@ def init_dflash(
     Raises:
         RefusedError: a size is missing, or a layer or the mask token is not the policy's.
     """
-    ids = _layers(policy.config, aux_layer_ids, first=1)
+    ids = aux_layers(policy.config, aux_layer_ids, first=1)
     rope = Rope.of_policy(policy.config)
     document = {
         "architectures": [ARCHITECTURE],
@@ -138,10 +138,19 @@ def init_dflash(
     return draft
 
 
-def _layers(
+def aux_layers(
     policy: Mapping[str, Any], given: tuple[int, ...] | None, first: int
 ) -> tuple[int, ...]:
-    """The auxiliary layers that were asked for, or else chosen; from ``first`` on."""
+    """The auxiliary layers that ``--aux-layers`` asks for, or else ``choose_aux_layers``.
+
+    Args:
+        policy: its config.json.
+        given: ascending, L meaning "after L decoder layers"; None to choose.
+        first: the lowest that may be asked for.
+
+    Raises:
+        RefusedError: not ascending, or outside the layers that can be captured.
+    """
     depth = size_of(policy, "num_hidden_layers")
     chosen = choose_aux_layers(depth)
     next_step = f"leave the option out, which chooses {','.join(map(str, chosen))}"

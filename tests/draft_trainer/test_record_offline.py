@@ -131,9 +131,13 @@ def test_the_command_records_what_a_server_completes(
     prompts.write_text('{"prompt": [1, 7, 9, 11]}\n{"prompt": [1, 8, 8]}\n')
     given = ["record", "--policy", str(policy_dir), "--prompts", str(prompts)]
     given += ["--endpoint", endpoint, "--samples", "2", "--threads", "1"]
-    assert main([*given, "--out", str(tmp_path / "a"), "--model", "policy"]) == 0
+    # The last layer whose input can be captured.
+    last = json.loads((policy_dir / "config.json").read_text())["num_hidden_layers"] - 1
+    asked = ["--out", str(tmp_path / "a"), "--model", "policy", "--aux-layers", f"0,{last}"]
+    assert main([*given, *asked]) == 0
     assert "4 rollouts" in capsys.readouterr().out
     recording = Recording(tmp_path / "a")
+    assert recording.facts.aux_layer_ids == (0, last)
     found = sorted(tuple(recording[i].token_ids.tolist()) for i in range(len(recording)))
     assert found == [(1, 7, 9, 11) * 2] * 2 + [(1, 8, 8) * 2] * 2
     # The model's name is the policy's by default: this server has no such model.
@@ -222,7 +226,7 @@ def test_what_the_command_is_given_is_checked_before_the_policy_is_loaded(
         (policy_dir, (*rollouts, "--temperature", "0"), "--temperature: found 0"),
         (policy_dir, (*rollouts, "--aux-layers", "x"), "--aux-layers"),
         (policy_dir, (*rollouts, "--aux-layers", "1,0"), "--aux-layers: found [1, 0]"),
-        (policy_dir, (*rollouts, "--aux-layers", f"0,{depth - 1}"), f"from 0 to {depth - 2}"),
+        (policy_dir, (*rollouts, "--aux-layers", f"0,{depth}"), f"from 0 to {depth - 1}"),
         (policy_dir, ("--rollouts", unknown), f"line 1: found completion [{vocabulary}]"),
         (policy_dir, ("--rollouts", tmp_path / "none"), "--rollouts: found"),
         (tmp_path / "none", rollouts, "none/config.json: found"),
