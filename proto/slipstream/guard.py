@@ -203,8 +203,8 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
             async with deadline:
                 first = await self.first(requests)
                 if handler.request_streaming:
-                    wait = None if limit.call_seconds is None else self._seconds
-                    given: Any = _readable(first, requests, wait)
+                    # Work in a thread outlives its cancelled call while it has requests to read.
+                    given: Any = _readable(first, requests, self._seconds, deadline.when())
                 elif first is None:
                     raise RefusedError("request", "none", "one", "send it before ending the call")
                 else:
@@ -293,15 +293,20 @@ async def _next(requests: AsyncIterator[T]) -> T | None:
 
 
 async def _readable(
-    first: Any, requests: AsyncIterator[Any], seconds: float | None
+    first: Any, requests: AsyncIterator[Any], seconds: float, until: float | None
 ) -> AsyncGenerator[Any, None]:
+    """The requests; a message may take ``seconds``, all of them until ``until`` of the loop's time.
+
+    A call without such an end may be silent.
+    """
+    clock = asyncio.get_running_loop().time
     item = first
     while item is not None:
         yield readable(item)
+        left = None if until is None else min(seconds, until - clock())
         try:
-            item = await asyncio.wait_for(_next(requests), seconds)
+            item = await asyncio.wait_for(_next(requests), left)
         except TimeoutError:
-            assert seconds is not None
             raise silent(seconds) from None
 
 

@@ -1,13 +1,17 @@
-"""The guard: how long a client may leave an answer unread."""
+"""The guard: how long a client may leave an answer unread, or go on sending."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 
+import grpc
 import pytest
 
 from slipstream.errors import RefusedError, StatusCode
-from slipstream.guard import read_within
+from slipstream.guard import Guard, Limit, read_within
+from slipstream.security import Access
+from slipstream.serving import Workers, blocking
 
 
 def test_an_answer_that_is_never_read_ends_the_call() -> None:
@@ -37,3 +41,34 @@ def test_a_call_that_is_cancelled_as_its_answer_is_read_ends() -> None:
         return task.cancelled()
 
     assert asyncio.run(cancelled())
+
+
+def test_a_client_that_trickles_does_not_keep_a_thread_beyond_the_calls_deadline() -> None:
+    """The work is in a thread, which a cancelled call waits for."""
+    sent = []
+
+    async def trickle() -> AsyncIterator[bytes]:
+        for index in range(1000):
+            sent.append(index)
+            yield b"x"
+            await asyncio.sleep(0.01)
+
+    async def call() -> None:
+        access = Access(None, {}, {})
+        limits = {"/a/B": Limit(4, call_seconds=0.2)}
+        guard = Guard(access, limits, Limit(4), message_seconds=100, calls_per_second=100)
+        workers = Workers(1, "test")
+
+        async def work(requests: AsyncIterator[bytes], _: object) -> int:
+            return await workers.run(lambda items: len(list(items)), blocking(requests, 100))
+
+        handler = grpc.stream_unary_rpc_method_handler(work)
+        try:
+            await guard._answer(handler, "/a/B", limits["/a/B"], trickle(), None)
+        finally:
+            workers.close()
+
+    with pytest.raises(RefusedError) as caught:
+        asyncio.run(call())
+    assert caught.value.code is StatusCode.DEADLINE_EXCEEDED
+    assert len(sent) < 1000
