@@ -340,23 +340,26 @@ class PolicyBridge(AbstractContextManager["PolicyBridge"]):
         if self._closed or os.getpid() != self._process:
             return
         self._closed = True
-        self._weights.close()
-        if self._last_window is not None and self._last_window.is_open:
-            # Its hooks would stay on the model, and what it holds in memory.
-            self._last_window.__exit__(RuntimeError)
-        self._copier.close()
-        if self._guard.connected:
-            self._outbox.wait_empty(self._config.drain_seconds)
-        if self._connection is not None:
-            self._connection.stop()
-        self._outbox.close()
-        self._probe.close()
-        self._status.close()
-        self._channel.close()
-        self._sync_channel.close()
-        self._fleet.close()
-        if self._connection is not None and not self._connection.join():
-            raise TimeoutError("the bridge's sender thread did not end")
+        try:
+            self._weights.close()
+            if self._last_window is not None and self._last_window.is_open:
+                # Its hooks would stay on the model, and what it holds in memory.
+                self._last_window.__exit__(RuntimeError)
+            self._copier.close()
+            if self._guard.connected:
+                self._outbox.wait_empty(self._config.drain_seconds)
+        finally:
+            # Also after an interrupt: while a stream is open the trainer takes no other run.
+            if self._connection is not None:
+                self._connection.stop()
+            self._outbox.close()
+            self._probe.close()
+            self._status.close()
+            self._channel.close()
+            self._sync_channel.close()
+            self._fleet.close()
+            if self._connection is not None and not self._connection.join():
+                raise TimeoutError("the bridge's sender thread did not end")
 
     def _or_off(self, call: Callable[..., T], *arguments: object) -> T | None:
         """What ``call`` returns; None where it refuses the model, which turns capture off."""

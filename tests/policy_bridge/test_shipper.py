@@ -191,6 +191,24 @@ def test_close_drains_and_ends_every_thread(trainer: FakeTrainer, connect: Conne
         bridge.capture()
 
 
+def test_close_that_is_interrupted_leaves_no_thread_and_no_stream(
+    trainer: FakeTrainer, connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While the trainer has a stream of this run it takes no other."""
+    model, data = make_model(), batch((10,) * 3)
+    bridge = connect(model=model, version=1)
+    deliver(bridge, model, data)
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(bridge._outbox, "wait_empty", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        bridge.close()
+    names = [thread.name for thread in threading.enumerate()]
+    assert not [name for name in names if name.startswith("slipstream-")]
+
+
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 @pytest.mark.parametrize("strict", [False, True])
 def test_a_mistake_in_the_bridges_own_thread_costs_samples_not_the_run(
