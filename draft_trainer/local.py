@@ -7,6 +7,7 @@ caller's Python code, which a process of its own does not.
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import tempfile
@@ -84,6 +85,8 @@ class LocalTrainer(AbstractContextManager["LocalTrainer"]):
             self.url = trainer.ready_line.rpartition("web=")[2]
             self.releases = settings.draft.registry
             self._owned = owned.pop_all()
+        # A thread that is inside torch while the interpreter ends aborts the process.
+        atexit.register(self._close_at_exit, os.getpid())
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -91,6 +94,12 @@ class LocalTrainer(AbstractContextManager["LocalTrainer"]):
     def close(self) -> None:
         """Stop the trainer. A second call changes nothing."""
         self._owned.close()
+        atexit.unregister(self._close_at_exit)
+
+    def _close_at_exit(self, process: int) -> None:
+        # Not in a forked child, which has no threads of ours.
+        if os.getpid() == process:
+            self.close()
 
 
 def _restore_threads() -> None:

@@ -239,19 +239,22 @@ class TrainerServer:
         # All are told at once: a gate or a publish under way may take the rest of the time.
         self.loop.stop(0.0)
         self._reconciler.stop(0.0)
-        clean = _ended(stopped, _left(deadline))
-        clean = self._event_loop.close(_left(deadline)) and clean
-        if self._recorder:
-            clean = self._recorder.stop(_left(deadline)) and clean
-        self._workers.close()
-        clean = self._reconciler.stop(_left(deadline)) and clean
-        self._fleet.close()
-        clean = self._watch.stop(_left(deadline)) and clean
-        self._web.close(_left(deadline))
-        clean = self.loop.stop(_left(deadline)) and clean
-        self._close_samples()
-        self._registry.close()
-        return clean
+        try:
+            clean = _ended(stopped, _left(deadline))
+            clean = self._event_loop.close(_left(deadline)) and clean
+            if self._recorder:
+                clean = self._recorder.stop(_left(deadline)) and clean
+            self._workers.close()
+            clean = self._reconciler.stop(_left(deadline)) and clean
+            self._fleet.close()
+            clean = self._watch.stop(_left(deadline)) and clean
+            self._web.close(_left(deadline))
+        finally:
+            # Also after an interrupt: the process may go on, and holds the registry's lock.
+            trained = self.loop.stop(_left(deadline))
+            self._close_samples()
+            self._registry.close()
+        return clean and trained
 
     def _run_id(self) -> str:
         run = self.runs.current

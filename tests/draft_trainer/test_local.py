@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -121,6 +123,54 @@ def test_releases_stay_in_a_folder_that_is_named(
     with LocalTrainer(draft_dir, named) as trainer:
         assert trainer.releases == tmp_path / "releases"
     assert list(trainer.releases.glob("*/model.safetensors")) and not list(state.iterdir())
+
+
+def test_a_stop_that_is_interrupted_frees_the_registry(
+    draft_dir: Path, state: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a notebook the process goes on, and only its end would free what it holds."""
+    named = {"draft": {"registry": str(tmp_path / "releases")}}
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    trainer = LocalTrainer(draft_dir, named)
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr("draft_trainer.server.app._ended", interrupt)
+        trainer.close()
+    with LocalTrainer(draft_dir, named):
+        pass
+
+
+ABANDONED = """
+import sys
+import torch
+from pathlib import Path
+from transformers import AutoModelForCausalLM
+from draft_trainer.local import LocalTrainer
+from slipstream.client import open_channel
+from tests.draft_trainer.rig import Client
+from tests.draft_trainer.test_local import bridge_to, feed
+
+policy, draft, registry = sys.argv[1:]
+model = AutoModelForCausalLM.from_pretrained(policy, dtype=torch.float32)
+config = {"training": {"batch_tokens": 64}, "economy": {"mode": "always"}}
+trainer = LocalTrainer(draft, config | {"draft": {"registry": registry}})
+with bridge_to(trainer, model) as bridge:
+    feed(bridge, model)
+with open_channel(trainer.address) as channel:
+    Client(channel).wait_for(lambda found: found.train_steps > 0)
+"""
+
+
+def test_a_trainer_that_is_open_when_the_interpreter_ends_saves_its_training(
+    policy_dir: Path, draft_dir: Path, tmp_path: Path
+) -> None:
+    """A thread that is inside torch then would abort the process."""
+    script = [sys.executable, "-c", ABANDONED, str(policy_dir), str(draft_dir), str(tmp_path / "r")]
+    ended = subprocess.run(script, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert ended.returncode == 0, ended.stderr
+    assert list((tmp_path / "r").rglob("state-*.safetensors"))
 
 
 def test_a_draft_of_another_policy_is_refused_to_its_bridge_and_nothing_is_left(
