@@ -259,14 +259,13 @@ class PolicyModules:
             ("embed_tokens", self.embed_weight, self.embed_shape),
         ):
             # ZeRO-3 and FSDP1 leave other shapes behind, or the shape without its memory.
-            if is_sharded(weight) or weight.shape != shape or not weight.untyped_storage().nbytes():
-                found = (
-                    f"{name} {list(weight.shape)}, sharded or resized after the bridge was built"
-                )
-                expected = f"the whole {list(shape)}"
+            gone = weight.is_meta or not weight.untyped_storage().nbytes()
+            if gone or is_sharded(weight) or weight.shape != shape:
+                how = "sharded or resized after the bridge was built, or offloaded"
+                found, expected = f"{name} {list(weight.shape)}, {how}", f"the whole {list(shape)}"
                 step = (
-                    "call fully_shard and resize_token_embeddings before that; "
-                    "ZeRO-3 and FSDP1 cannot be captured"
+                    "call fully_shard and resize_token_embeddings before that, offload neither "
+                    "lm_head nor the embeddings; ZeRO-3 and FSDP1 cannot be captured"
                 )
                 raise RefusedError("model", found, expected, step)
 

@@ -116,7 +116,12 @@ def no_memory(weight: torch.nn.Parameter) -> None:
     weight.untyped_storage().resize_(0)
 
 
-@pytest.mark.parametrize("shard", [nothing, a_shard, no_memory])
+def offloaded(weight: torch.nn.Parameter) -> None:
+    """As accelerate's ``device_map`` and ``cpu_offload``, between the passes."""
+    torch.utils.swap_tensors(weight, torch.nn.Parameter(weight.to("meta")))
+
+
+@pytest.mark.parametrize("shard", [nothing, a_shard, no_memory, offloaded])
 @pytest.mark.parametrize("lead", [True, False])
 def test_a_policy_that_loses_its_lm_head_turns_capture_off(
     trainer: FakeTrainer, connect: Connect, shard: Callable[[torch.nn.Parameter], None], lead: bool
