@@ -10,6 +10,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -196,6 +197,7 @@ class PolicyModules:
             holds it between steps; empty if it is not spread.
         noise: modules, and the attribute that says how random they are in train mode; as of the
             last ``find_noise``.
+        find_matrices: looks for lm_head and the embeddings again.
     """
 
     root: nn.Module
@@ -210,6 +212,7 @@ class PolicyModules:
     form: LogitForm
     shards: tuple[torch.Tensor, ...]
     noise: list[tuple[nn.Module, str]]
+    find_matrices: Callable[[], list[nn.Module]]
 
     @property
     def head_weight(self) -> torch.Tensor:
@@ -253,7 +256,7 @@ class PolicyModules:
                 raise RefusedError("model", found, expected, step)
 
     def check_unsharded(self) -> None:
-        """Raise RefusedError unless lm_head and the embeddings are whole, as they were found."""
+        """Raise RefusedError unless lm_head and the embeddings are those found, and whole."""
         for name, weight, shape in (
             ("lm_head", self.head_weight, self.head_shape),
             ("embed_tokens", self.embed_weight, self.embed_shape),
@@ -268,6 +271,9 @@ class PolicyModules:
                     "lm_head nor the embeddings; ZeRO-3 and FSDP1 cannot be captured"
                 )
                 raise RefusedError("model", found, expected, step)
+        if self.find_matrices() != [self.lm_head, self.embed_tokens]:
+            found = "another lm_head or other embeddings than when the bridge was built"
+            raise RefusedError("model", found, "the same modules", "replace them before that")
 
     def spec(self, model_name: str) -> pb.PolicySpec:
         """What OpenRun tells the trainer of this policy."""
@@ -402,17 +408,7 @@ def find_modules(
         raise RefusedError(
             "modules.decoder_layers", f"{layers_path}, empty", "decoder layers", "fix the path"
         )
-    lm_head = _part(inside, paths.lm_head, "get_output_embeddings", "lm_head")
-    embed_tokens = _part(inside, paths.embed_tokens, "get_input_embeddings", "embed_tokens")
-    for name, part in (("lm_head", lm_head), ("embed_tokens", embed_tokens)):
-        if {"base_layer", "modules_to_save"} & dict(part.named_children()).keys():
-            step = f"leave {name} out of the adapter's target_modules and modules_to_save"
-            found = f"{type(part).__name__}, an adapter"
-            raise RefusedError(f"modules.{name}", found, "a plain module", step)
-        weight = getattr(part, "weight", None)
-        if not isinstance(weight, torch.Tensor) or weight.dim() != 2:
-            expected, step = "a weight [vocab, hidden]", "fix the path; ZeRO-3 cannot be captured"
-            raise RefusedError(f"modules.{name}", type(part).__name__, expected, step)
+    lm_head, embed_tokens = _matrices(inside, paths)
     parents = layers_path.split(".")[:-1]
     around = [owner.get_submodule(".".join(parents[:depth])) for depth in range(len(parents) + 1)]
     _refuse_compiled([*inside[: inside.index(owner)], *around])
@@ -432,6 +428,7 @@ def find_modules(
         form=form_of(inside[-1], logit_scale, logit_soft_cap),
         shards=tuple(model.parameters()) if sharded else (),
         noise=list(_noise(inside[-1])),
+        find_matrices=partial(_matrices, inside, paths),
     )
 
 
@@ -459,6 +456,22 @@ def _layers(inside: list[nn.Module], path: str) -> tuple[nn.Module, str]:
     found = path or f"none of {', '.join(_LAYER_PATHS)}"
     expected = f"the path of a ModuleList of decoder layers in {model}"
     raise RefusedError("modules.decoder_layers", found, expected, "see model.named_modules()")
+
+
+def _matrices(inside: list[nn.Module], paths: ModulePaths) -> list[nn.Module]:
+    """lm_head and the embeddings."""
+    lm_head = _part(inside, paths.lm_head, "get_output_embeddings", "lm_head")
+    embed_tokens = _part(inside, paths.embed_tokens, "get_input_embeddings", "embed_tokens")
+    for name, part in (("lm_head", lm_head), ("embed_tokens", embed_tokens)):
+        if {"base_layer", "modules_to_save"} & dict(part.named_children()).keys():
+            step = f"leave {name} out of the adapter's target_modules and modules_to_save"
+            found = f"{type(part).__name__}, an adapter"
+            raise RefusedError(f"modules.{name}", found, "a plain module", step)
+        weight = getattr(part, "weight", None)
+        if not isinstance(weight, torch.Tensor) or weight.dim() != 2:
+            expected, step = "a weight [vocab, hidden]", "fix the path; ZeRO-3 cannot be captured"
+            raise RefusedError(f"modules.{name}", type(part).__name__, expected, step)
+    return [lm_head, embed_tokens]
 
 
 def _submodule(inside: list[nn.Module], path: str, field: str) -> nn.Module:

@@ -17,7 +17,7 @@ from policy_bridge.model import WeightWatch
 from slipstream.errors import RefusedError
 from slipstream.sampling import sampling_of
 
-from .conftest import VOCAB, Connect, batch, deliver, make_model, ship, sync
+from .conftest import HIDDEN, VOCAB, Connect, batch, deliver, make_model, ship, sync
 from .doubles import DEADLINE, FakeTrainer
 from .windows import Windows, hooks_on
 
@@ -112,6 +112,15 @@ def test_layers_compiled_with_cuda_graphs_later_turn_capture_off(connect: Connec
     assert "compiled with CUDA graphs" in bridge.stats().capture_off_reason
     assert isinstance(bridge.capture(), NullCapture)
     assert bridge.stats().captures_refused == 1
+
+
+def test_an_lm_head_that_is_replaced_later_turns_capture_off(connect: Connect) -> None:
+    model = make_model()
+    bridge = connect(model=model, version=1)
+    model.set_output_embeddings(torch.nn.Linear(HIDDEN, VOCAB, bias=False))
+    sync(bridge, 2)
+    assert "another lm_head or other embeddings" in bridge.stats().capture_off_reason
+    assert isinstance(bridge.capture(), NullCapture)
 
 
 def test_a_step_while_another_optimizer_is_looked_at_counts() -> None:

@@ -105,3 +105,10 @@ def test_an_adapted_matrix_that_the_trainer_needs_is_refused(part: str, how: str
     modules[how] = [*modules.get(how, []), part]
     with pytest.raises(RefusedError, match=f"leave {part} out of the adapter"):
         find_modules(adapted(**modules), ModulePaths())
+    # After the bridge was built: at its next sync.
+    model = tiny_qwen3()
+    found = find_modules(model, ModulePaths())
+    found.check_unsharded()
+    peft.get_peft_model(model, peft.LoraConfig(**modules))
+    with pytest.raises(RefusedError, match=f"leave {part} out of the adapter"):
+        found.check_unsharded()
