@@ -394,7 +394,7 @@ class PolicyBridge(AbstractContextManager["PolicyBridge"]):
         if self._modules is not None:
             # Taken now: merging adapters inside the window is part of the sync.
             self._weights.synced(self._modules.weights())
-            self._modules.find_noise()
+            self._modules.look_again()
         if snapshot is not None and self._connection is not None:
             self._connection.offer_policy(snapshot)
 

@@ -78,13 +78,14 @@ class Capture:
     at the end the byte budget picks sequences from all passes. Passes that together hold more than
     half of ``device_bytes`` are thinned out before: of them only copies of what the budget would
     pick so far are kept, until the next passes or the end. With ``forwards`` known, each pass gets
-    its share of what is left and its device memory is let go at once.
+    its share of what is left and its device memory is let go at once. Passes with the adapters of
+    PEFT off, as of a reference, are passed over.
 
     With ``training`` the passes are those that the loss is computed of: ones without gradients
-    (evaluation, a reference with the adapters off) are passed over, what checkpointing runs again
-    inside backward is no pass, and ``ship`` may follow the backward, through which the window then
-    holds the pass's logits. Leave the window before the optimizer's step: passes after it are of no
-    version, and are shed as ``policy_moved``.
+    (evaluation) are passed over, what checkpointing runs again inside backward is no pass, and
+    ``ship`` may follow the backward, through which the window then holds the pass's logits. Leave
+    the window before the optimizer's step: passes after it are of no version, and are shed as
+    ``policy_moved``.
 
     A call that cannot be served ends the window's capture: the hooks come off, nothing more of it
     is shipped, and the error goes to ``refuse``.
@@ -225,7 +226,7 @@ class Capture:
                 found = "no complete forward pass since the last ship"
                 step = (
                     "call the model first; set modules.final_norm if the loss is fused; compile "
-                    "the layers, not the model"
+                    "the layers, not the model; a pass with the adapters off is none"
                 )
                 if self.training:
                     step += "; a pass under no_grad is none in a window with training=True"

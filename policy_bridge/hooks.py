@@ -126,7 +126,8 @@ def version_of(tensor: torch.Tensor) -> int:
 class ForwardTap:
     """Hooks on one policy, in place from ``__enter__`` to ``__exit__``.
 
-    For the states after each of ``layers``; ``returned``: for some of the logits too;
+    For the states after each of ``layers``, of passes with the policy's adapters on;
+    ``returned``: for some of the logits too;
     ``training``: of passes alone that build a graph for backward; ``pick``: makes the logits of
     the pass's tokens from lm_head's output [B, S, V] and token ids [B, S], before the loop can
     write into that output, or None where they are not needed.
@@ -189,7 +190,10 @@ class ForwardTap:
             # The graph keeps what it traces here, also after the hooks are gone.
             self.traced, self._open = True, None
             return
-        self._open = None if self._training and not torch.is_grad_enabled() else {}
+        # With its adapters off it runs as a reference.
+        other = any(module.disable_adapters for module in self._modules.adapters)
+        other = other or (self._training and not torch.is_grad_enabled())
+        self._open = None if other else {}
         self._ids = kwargs.get("input_ids", args[0] if args else None)
 
     def _keeper_of(self, layer: int) -> Look:

@@ -65,12 +65,11 @@ def compiled_whole(name: str) -> RefusedError:
 
 def _refuse_compiled(path: list[nn.Module]) -> None:
     for module in path:
-        whole = (
+        if (
             type(module).__name__ == "OptimizedModule"
             or module._compiled_call_impl is not None
             or hasattr(module.forward, "_torchdynamo_orig_callable")
-        )
-        if whole:
+        ):
             raise compiled_whole(type(module).__name__)
 
 
@@ -196,7 +195,8 @@ class PolicyModules:
         shards: every parameter of a policy that is spread over ranks (FSDP2), as this rank
             holds it between steps; empty if it is not spread.
         noise: modules, and the attribute that says how random they are in train mode; as of the
-            last ``find_noise``.
+            last ``look_again``.
+        adapters: modules that have some, and say whether these are off; they were on then.
         find_matrices: looks for lm_head and the embeddings again.
     """
 
@@ -212,6 +212,7 @@ class PolicyModules:
     form: LogitForm
     shards: tuple[torch.Tensor, ...]
     noise: list[tuple[nn.Module, str]]
+    adapters: list[Any]
     find_matrices: Callable[[], list[nn.Module]]
 
     @property
@@ -239,12 +240,12 @@ class PolicyModules:
         """Rows of lm_head."""
         return self.head_shape[0]
 
-    def find_noise(self) -> None:
-        """Look again: adapters may be put into the policy after the bridge was built.
+    def look_again(self) -> None:
+        """Adapters may be put into the policy after the bridge was built.
 
         A walk of the whole policy, which takes milliseconds: not in a step.
         """
-        self.noise[:] = _noise(self.policy)
+        self.noise[:], self.adapters[:] = _noise(self.policy), _adapters(self.policy)
 
     def check_exact(self) -> None:
         """Raise RefusedError if a pass that runs now draws a dropout or a router's jitter."""
@@ -266,10 +267,7 @@ class PolicyModules:
             if gone or is_sharded(weight) or weight.shape != shape:
                 how = "sharded or resized after the bridge was built, or offloaded"
                 found, expected = f"{name} {list(weight.shape)}, {how}", f"the whole {list(shape)}"
-                step = (
-                    "call fully_shard and resize_token_embeddings before that, offload neither "
-                    "lm_head nor the embeddings; ZeRO-3 and FSDP1 cannot be captured"
-                )
+                step = "resize or fully_shard before that; ZeRO-3 and FSDP1 cannot be captured"
                 raise RefusedError("model", found, expected, step)
         if self.find_matrices() != [self.lm_head, self.embed_tokens]:
             found = "another lm_head or other embeddings than when the bridge was built"
@@ -405,9 +403,8 @@ def find_modules(
     owner, layers_path = _layers(inside, paths.decoder_layers)
     layers = tuple(owner.get_submodule(layers_path).children())
     if not layers:
-        raise RefusedError(
-            "modules.decoder_layers", f"{layers_path}, empty", "decoder layers", "fix the path"
-        )
+        found = f"{layers_path}, empty"
+        raise RefusedError("modules.decoder_layers", found, "decoder layers", "fix the path")
     lm_head, embed_tokens = _matrices(inside, paths)
     parents = layers_path.split(".")[:-1]
     around = [owner.get_submodule(".".join(parents[:depth])) for depth in range(len(parents) + 1)]
@@ -428,8 +425,14 @@ def find_modules(
         form=form_of(inside[-1], logit_scale, logit_soft_cap),
         shards=tuple(model.parameters()) if sharded else (),
         noise=list(_noise(inside[-1])),
+        adapters=_adapters(inside[-1]),
         find_matrices=partial(_matrices, inside, paths),
     )
+
+
+def _adapters(policy: nn.Module) -> list[nn.Module]:
+    # Those of PEFT. A transformers model has a method of this name.
+    return [m for m in policy.modules() if getattr(m, "disable_adapters", None) is False]
 
 
 def _noise(policy: nn.Module) -> Iterator[tuple[nn.Module, str]]:

@@ -49,6 +49,31 @@ def test_capture_changes_no_bit_and_sees_what_the_adapted_policy_computes(
     assert stamp_of(windows.modules.weights()) != stamp
 
 
+@pytest.mark.parametrize("late", [False, True])
+def test_a_reference_with_the_adapters_off_is_not_taken_for_the_policy(late: bool) -> None:
+    """As of a KL term, between the policy's own pass and ``ship``."""
+    data, model = batch((9, 5, 12)), tiny_qwen3()
+    config = peft.LoraConfig(r=2, init_lora_weights=False, target_modules=["q_proj", "down_proj"])
+    policy = peft.get_peft_model(model, config) if not late else model
+    windows = Windows(policy)
+    if late:
+        policy = peft.get_peft_model(model, config)
+        windows.modules.look_again()
+    policy.eval()
+    with torch.no_grad(), windows.open() as capture:
+        for rows in (slice(0, 2), slice(2, 3)):
+            micro = {key: value[rows] for key, value in data.items()}
+            logits_of(policy, micro)
+            with policy.disable_adapter():
+                logits_of(policy, micro)
+            capture.ship(**micro)
+    check_states(windows, model, data)
+    with torch.no_grad(), windows.open() as capture, policy.disable_adapter():
+        logits_of(policy, data)
+        with pytest.raises(RefusedError, match="the adapters off is none"):
+            capture.ship(**data)
+
+
 def lora_dropout() -> torch.nn.Module:
     return adapted(target_modules=["q_proj", "down_proj"], lora_dropout=0.5)
 
