@@ -7,9 +7,11 @@ Saving. Where drafts run, generation takes as many steps as tokens over the acce
 draft that is better by g saves g / (L + g) of its time. A server on which no draft runs, because
 none pays, gains what lies beyond the break-even, the acceptance length from which drafts pay: L
 over the speed-up while they ran, and at least the L of a draft that does not run. Half of what such
-an L has raised it by fades each version, because load changes; where none ever ran, all of it
-stays. A server that reports no speed-up, or was switched off, is taken to draft. The saving lasts
-for ``economy.horizon_versions`` versions, or until the policy's movement has taken all of L.
+an L has raised it by fades each version in which every server drafts, or in which L is below what
+once paid; above that, a server itself tries the draft now and then, and a lower load shows. A gain
+that the policy takes back in a version takes no L beyond the break-even. A server that reports no
+speed-up, or was switched off, is taken to draft. The saving lasts for ``economy.horizon_versions``
+versions, or until the policy's movement has taken all of L.
 
 Gain. g is the greater of what the served draft's L is below the reference length, on the newest
 held-out states, and of what training has gained a version lately. The reference length is what
@@ -329,11 +331,13 @@ class Economy:
             reason = f"{length:.3f} of {1 + self._proposed} possible: training is tried"
             return Decision(version, True, f"acceptance length {reason}", None, cost)
         lost = max((self._reference or length) - length, 0.0)
-        gain = max(lost, self._progress or 0.0)
+        progress, drift = self._progress or 0.0, max(self._drift or 0.0, 0.0)
+        gain = max(lost, progress)
         lasts: float = self.config.horizon_versions
-        if self._drift is not None and self._drift > 0:
-            lasts = min(lasts, max(1.0, (length + gain - 1) / self._drift))
-        saving = lasts * generation * self._saved_share(length, gain)
+        if drift:
+            lasts = min(lasts, max(1.0, (length + gain - 1) / drift))
+        reach = length + max(lost, progress - drift)
+        saving = lasts * generation * self._saved_share(length, gain, reach)
         train = saving > cost * (STOP if training else START)
         # What training gained lately does not change while it is paused: the draft may hold.
         if train or saving * lost > cost * QUIET * gain:
@@ -356,20 +360,23 @@ class Economy:
             return share
         return 1.0 if self._cores_before is None else ASSUMED_SHARE
 
-    def _saved_share(self, length: float, gain: float) -> float:
-        """Of a version's generation, by a draft that is better by ``gain``."""
+    def _saved_share(self, length: float, gain: float, reach: float) -> float:
+        """Of a version's generation, by a draft that is better by ``gain`` and that gets to
+        ``reach`` while the policy moves."""
         with self._lock:
             speed_ups = list(self._speed_ups.values())
         drafting = [speed_up for speed_up in speed_ups if speed_up != 1.0]
         saved = gain / (length + gain)
         if drafting:
             self._paid = _smoothed(self._paid, length / (sum(drafting) / len(drafting)))
-        if self._paid is not None:
+        all_draft = len(drafting) == len(speed_ups)
+        # Above what paid, a server that is off has tried the draft since, and would draft.
+        if self._paid is not None and (all_draft or length < self._paid):
             self._break_even = _smoothed(self._break_even, self._paid)
-        if len(drafting) == len(speed_ups):
+        if all_draft:
             return saved
         self._break_even = max(self._break_even or 0.0, length)
-        beyond = max(0.0, 1 - self._break_even / (length + gain))
+        beyond = max(0.0, 1 - self._break_even / reach)
         return saved + (beyond - saved) * (1 - len(drafting) / len(speed_ups))
 
 
