@@ -285,11 +285,11 @@ class Economy:
             self._failed += 1
             self._reference = _smoothed(self._reference, self._length)
         if generated:
-            # Engines generate side by side: a version takes what one of them takes.
-            mean = sum(generated.values()) / len(generated)
+            # Engines generate side by side: a version waits for the slowest.
+            slowest = max(generated.values())
             # The first version's reports may come after it.
-            if mean or self._generation is not None:
-                self._generation = _smoothed(self._generation, mean)
+            if slowest or self._generation is not None:
+                self._generation = _smoothed(self._generation, slowest)
         if trained:
             share = self.config.training_share
             if share is not None or took is None:

@@ -246,8 +246,7 @@ def test_the_saving_is_of_what_the_servers_really_run(
     loop.step(10.0, speed_up=2.0)
     loop.economy.measured(length)
     loop.step(10.0, speed_up=speed_up)
-    lost = (4.0 - length) / 2  # the mean over versions
-    lasts = min(HORIZON, 3.0 / lost)
+    lasts = min(HORIZON, 3.0 / ((4.0 - length) / 2))  # what was lost, the mean over versions
     assert loop.last.saving_seconds == pytest.approx(lasts * 10.0 * saved, rel=0.01)
 
 
@@ -353,6 +352,14 @@ def test_a_candidate_that_passed_and_was_not_promoted_speaks_against_training_if
     assert loop.economy._reference == pytest.approx(2.5 if pinned else 3.0, abs=1e-3)
 
 
+def test_a_version_waits_for_the_slowest_server() -> None:
+    loop = Loop()
+    loop.judge(3.0, 2.0, released=True)
+    loop.economy.served("b", ServerState(engine_seconds=loop.seconds.pop("b")))  # idle
+    loop.step(10.0)
+    assert loop.last.saving_seconds == pytest.approx(HORIZON * 10.0 * 1.0 / 4.0)
+
+
 def test_a_server_that_left_says_nothing_any_more() -> None:
     loop = Loop()
     loop.judge(4.0, 4.0, released=True)
@@ -364,8 +371,7 @@ def test_a_server_that_left_says_nothing_any_more() -> None:
     loop.step(10.0, speed_up=2.0)
     loop.economy.measured(3.0)
     loop.step(10.0, speed_up=1.5)
-    lasts = 3.0 / 0.5
-    assert loop.last.saving_seconds == pytest.approx(lasts * 10.0 * 0.25, rel=0.01)
+    assert loop.last.saving_seconds == pytest.approx(3.0 / 0.5 * 10.0 * 0.25, rel=0.01)
 
 
 def test_what_an_untrained_draft_gained_by_itself_can_be_lost() -> None:
