@@ -368,7 +368,7 @@ def _figures(seen: Seen) -> Table:
 def _speed_up(status: pb.TrainerStatus) -> str:
     """Speed-up over no speculation now, or why it is not known; a heading."""
     if status.HasField("speed_up"):
-        return f"now, {status.speed_up:.2f}x of generation without speculation"
+        return f"now, {status.speed_up:.2f}x of generation without speculation where drafts run"
     if not any(drafted.drafts for drafted in status.last_minute):
         return "now, no drafts in the last minute"
     return "now, speed-up not known yet; a fixed draft length needs --time-plain-steps"

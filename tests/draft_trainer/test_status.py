@@ -268,7 +268,7 @@ def test_a_terminal_shows_what_is_served_and_what_it_gains() -> None:
     text = taken.get()
     assert "[fd00::1]:50061" in text
     assert "serves draft 3   promoted release 4, not served yet   newest 5" in text
-    assert "now, 1.52x of generation without speculation" in text
+    assert "now, 1.52x of generation without speculation where drafts run" in text
     assert "gains 0.01, and needs 0.05" in text
     assert " training paused: training does not pay: it saves 1 s  loss" in text
 

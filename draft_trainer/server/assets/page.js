@@ -61,7 +61,7 @@ function showStatus(status) {
   const speedUp = number(status.speed_up);
   say("speed-up", speedUp === null ? DASH : `${speedUp.toFixed(2)}×`);
   at("speed-up").className = `big ${speedUp === null ? "dim" : speedUp > 1 ? "good" : "bad"}`;
-  say("speed-up-note", speedUp !== null ? "generation over no speculation"
+  say("speed-up-note", speedUp !== null ? "where drafts run, over none"
     : all.drafts ? "not known yet; a fixed draft length needs --time-plain-steps" : "no drafts in the last minute");
   say("draft", whole(status.served_release));
   const undecided = status.trial && status.trial.undecided;
