@@ -126,7 +126,8 @@ def _training(status: TrainerStatus, config: TrainerConfig) -> Found:
         next_step = f'nothing, or set economy.mode = "always" ("{mode}" now) to train regardless'
         return WAITING, f"training is paused: {status.training_decision}", next_step
     held, pending = status.samples_held_out, status.samples_pending
-    if not steps and held and not pending:
+    # After a restart, what the process before left may be held out alone.
+    if status.samples_accepted and not steps and held and not pending:
         share = f"replay.held_out_fraction ({_share(config):g})"
         found = f"all {held} samples in memory are held out, none is left to train on"
         return PROBLEM, found, f"send more prompts, or lower {share}"
@@ -137,14 +138,16 @@ def _training(status: TrainerStatus, config: TrainerConfig) -> Found:
 
 
 def _gate(status: TrainerStatus, config: TrainerConfig) -> Found:
-    others = status.last_verdict.run_id not in ("", status.run_id)
+    result = status.last_verdict
+    others = result.run_id not in ("", status.run_id)
+    # The next step of one that the process before could not finish may have been taken since.
+    others |= result.judged_at < status.started_at and result.outcome not in ("passed", "failed")
     if others or not status.HasField("last_verdict"):
         steps, seconds = config.training.steps_per_candidate, config.training.candidate_seconds
         found = (
             f"no candidate yet: the gate decides after {steps} steps, {seconds:g} s, or when idle"
         )
         return WAITING, found, ""
-    result = status.last_verdict
     if result.outcome == "passed":
         return OK, result.reason, ""
     if status.training_paused and result.outcome in ("write_failed", "not_measured"):

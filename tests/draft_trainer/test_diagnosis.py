@@ -69,6 +69,19 @@ def test_a_verdict_that_training_would_have_to_replace_is_no_problem_while_it_is
     assert "no candidate yet" in found(healthy(last_verdict=verdict))["gate"].found
 
 
+@pytest.mark.parametrize("outcome", ["write_failed", "not_measured"])
+def test_what_the_process_before_left_is_no_problem_of_this_one(outcome: str) -> None:
+    verdict = Verdict(outcome=outcome, reason="it was not", judged_at=1.0)
+    left = {"samples_accepted": 0, "train_steps": 0, "last_verdict": verdict}
+    restarted = found(healthy(started_at=2.0, **left))
+    assert restarted["training"].severity == restarted["gate"].severity == WAITING
+    assert "no optimizer step" in restarted["training"].found
+    assert "no candidate yet" in restarted["gate"].found
+    assert found(healthy(started_at=0.5, last_verdict=verdict))["gate"].severity == PROBLEM
+    verdict.outcome = "passed"
+    assert found(healthy(started_at=2.0, **left))["gate"].severity == OK
+
+
 def test_a_trainer_that_releases_has_nothing_to_say() -> None:
     diagnosis = diagnose(healthy(), CONFIG)
     assert {one.severity for one in diagnosis} == {OK}
