@@ -68,7 +68,8 @@ class Followed(Generic[T]):
     """What ``read`` makes of some files, made again when one of them changed. Thread-safe.
 
     Checked at every use instead of by a thread: a stat takes microseconds. Links are followed, as
-    Kubernetes replaces a secret's.
+    Kubernetes replaces a secret's. Files that cannot be used are read again at every use: the cause
+    may be outside them, as a clock that is behind or a lack of descriptors.
 
     Args:
         paths: of the files.
@@ -87,6 +88,7 @@ class Followed(Generic[T]):
         self._when_bad = when_bad
         self._lock = threading.Lock()
         self._stamp = [_stamp(path) for path in paths]
+        self._told: object = None
         self._value = read()
 
     def now(self) -> T:
@@ -95,17 +97,19 @@ class Followed(Generic[T]):
             # Before reading: a file that changes meanwhile is seen by the next use.
             stamp = [_stamp(path) for path in self._paths]
             if stamp != self._stamp:
-                self._stamp = stamp
-                names = ", ".join(map(str, self._paths))
+                told, self._told = self._told, None
                 try:
                     self._value = self._read()
-                    logger.info("reread %s", names)
+                    self._stamp = stamp
+                    logger.info("reread %s", ", ".join(map(str, self._paths)))
                 except RefusedError as error:
-                    if self._when_bad is None:
-                        logger.error("%s. The previous contents stay in use until then", error)
-                    else:
+                    self._stamp, self._told = [], (stamp, str(error))
+                    kept = "The previous contents stay in use until then"
+                    if self._when_bad is not None:
                         self._value = self._when_bad
-                        logger.error("%s. Nothing from it is accepted until then", error)
+                        kept = "Nothing from it is accepted until then"
+                    if told != self._told:
+                        logger.error("%s. %s", error, kept)
             return self._value
 
 

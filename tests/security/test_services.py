@@ -14,11 +14,11 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from slipstream.client import open_channel
-from slipstream.errors import refused_from
+from slipstream.errors import RefusedError, refused_from
 from slipstream.guard import Guard, Limit
 from slipstream.security import Access, ClientCredentials, Role, TokenFiles
 from slipstream.serving import GrpcServer, LoopThread
-from slipstream.tls import TlsFiles, TlsPaths
+from slipstream.tls import Followed, TlsFiles, TlsPaths
 from slipstream.v1 import rollout_server_pb2 as pb
 from slipstream.v1 import rollout_server_pb2_grpc as pb_grpc
 from tests.security.certificates import HOUR, Authority, write_token
@@ -294,6 +294,43 @@ def test_certificates_are_followed_when_their_files_change(
         assert call(address, shown) is OK
         server.certificate.write_bytes(good)
         assert call(address, shown) is OK
+
+
+@pytest.mark.parametrize("when_bad", [None, "nothing"])
+def test_files_that_could_not_be_used_are_read_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, when_bad: str | None
+) -> None:
+    """Nothing may be wrong with them: a clock was behind, or no descriptor was left."""
+    usable = True
+
+    def read() -> str:
+        if not usable:
+            raise RefusedError("file", "not valid yet", "a valid one", "wait")
+        return link.read_text()
+
+    link = tmp_path / "link"
+    for name in ("old", "new"):
+        (tmp_path / name).write_text(name)
+    link.symlink_to("old")
+    followed = Followed([link], read, when_bad)
+    for name in ("new", "old"):
+        before, usable = followed.now(), False
+        link.unlink()
+        link.symlink_to(name)
+        assert {followed.now() for _ in range(3)} == {when_bad or before}
+        assert caplog.text.count("not valid yet") == 1
+        # Neither the same files nor those from before the failure stay unread.
+        usable = True
+        assert followed.now() == name
+        caplog.clear()
+    usable = False
+    link.unlink()
+    link.symlink_to("new")
+    followed.now()
+    link.unlink()
+    link.symlink_to("old")
+    usable = True
+    assert followed.now() == "old"
 
 
 @pytest.mark.parametrize(
