@@ -171,8 +171,8 @@ def build_parser() -> Any:
     group.add_argument(
         "--time-plain-steps",
         action="store_true",
-        help="Turn drafting off for at most a second, once for each number of requests in flight, "
-        "to measure whether speculation pays.",
+        help="Turn drafting off for at most a second, once an hour for each number of requests in "
+        "flight, to measure whether speculation pays.",
     )
     group.add_argument(
         "--allow-kv-connector",

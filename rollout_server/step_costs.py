@@ -2,7 +2,7 @@
 
 Costs are compared at the same number of requests in flight: a step of one request and a step of a
 hundred differ more than a speculative one from a plain one. Plain steps are rare on a server that
-speculates, so all of them since the start count; of speculative ones the last minute's.
+speculates, so those of about the last hour count; of speculative ones the last minute's.
 """
 
 from __future__ import annotations
@@ -25,6 +25,9 @@ WINDOW_SECONDS = 60.0
 LEAST_STEPS = 16
 """Steps of a kind and size below which their cost is not known."""
 
+PLAIN_SECONDS = 3600.0
+"""Age of a plain cost at which it is measured again: contexts grow, and others use the machine."""
+
 LEAST_DRAFTS = 100
 """Verification steps below which an acceptance length says nothing."""
 
@@ -42,6 +45,9 @@ class StepSum:
 
     steps: int = 0
     seconds: float = 0.0
+
+    def __sub__(self, before: StepSum) -> StepSum:
+        return StepSum(self.steps - before.steps, self.seconds - before.seconds)
 
 
 StepSums = Mapping[tuple[str, int, int], StepSum]
@@ -66,6 +72,8 @@ class StepCosts:
     def __init__(self) -> None:
         self.break_even: float | None = None
         self._readings: deque[_Reading] = deque()
+        # By number of requests, the last two times from which its plain cost was measured.
+        self._begun: dict[int, deque[tuple[float, StepSum]]] = {}
 
     @property
     def sums(self) -> StepSums:
@@ -78,6 +86,12 @@ class StepCosts:
         self._readings.append(_Reading(at, sums, live))
         while at - self._readings[1].at >= WINDOW_SECONDS:
             self._readings.popleft()
+        for (kind, requests, _), total in sums.items():
+            if kind == PLAIN:
+                begun = self._begun.setdefault(requests, deque([(at, StepSum())], maxlen=2))
+                since, before = begun[-1]
+                if at - since >= PLAIN_SECONDS and (total - before).steps >= LEAST_STEPS:
+                    begun.append((at, total))
         if any(total.steps for total in self._recent().values()):
             self.break_even = self._cost()
 
@@ -90,7 +104,7 @@ class StepCosts:
         size = max(recent, key=lambda size: recent[size], default=None)
         if size is None or recent[size] < LEAST_STEPS:
             return None
-        return None if self._plain(size).steps >= LEAST_STEPS else size
+        return None if self._plain(size)[0].steps >= LEAST_STEPS else size
 
     def speed_up(self, now: float) -> float | None:
         """Of generation over none in the last minute; None where that is not known."""
@@ -112,27 +126,29 @@ class StepCosts:
             tokens = last.live.accepted_tokens - reading.live.accepted_tokens
         return 1 + tokens / drafts if drafts >= LEAST_DRAFTS else None
 
-    def _plain(self, requests: int) -> StepSum:
-        return self.sums.get((PLAIN, requests, 0), StepSum())
+    def _plain(self, requests: int) -> list[StepSum]:
+        """Since the measurement last began anew; and since the one before, if there is one."""
+        total = self.sums.get((PLAIN, requests, 0), StepSum())
+        begun = self._begun.get(requests, [(0.0, StepSum())])
+        return [total - before for _, before in reversed(begun)]
 
     def _recent(self) -> dict[tuple[str, int, int], StepSum]:
         """Speculative steps of the last minute."""
         before = self._readings[0].sums if self._readings else {}
-        recent = {}
-        for key, total in self.sums.items():
-            if key[0] == SPECULATIVE:
-                old = before.get(key, StepSum())
-                recent[key] = StepSum(total.steps - old.steps, total.seconds - old.seconds)
-        return recent
+        return {
+            key: total - before.get(key, StepSum())
+            for key, total in self.sums.items()
+            if key[0] == SPECULATIVE
+        }
 
     def _cost(self) -> float | None:
         """A speculative step in plain ones, weighted by what the last minute's steps were."""
         speculative = plain = 0.0
         for (kind, requests, length), recent in self._recent().items():
-            other = self._plain(requests)
-            if min(self.sums[kind, requests, length].steps, other.steps) >= LEAST_STEPS:
+            known = [other for other in self._plain(requests) if other.steps >= LEAST_STEPS]
+            if known and self.sums[kind, requests, length].steps >= LEAST_STEPS:
                 speculative += recent.seconds
-                plain += recent.steps * other.seconds / other.steps
+                plain += recent.steps * known[0].seconds / known[0].steps
         return speculative / plain if plain else None
 
 
@@ -141,7 +157,7 @@ class CostWatch:
 
     Args:
         without_speculation: turns drafting off while it is entered, to measure what a plain step of
-            as many requests costs where that is not known; None: never.
+            as many requests costs where that is not known, or was an hour ago; None: never.
         measured: is given the sums after each reading, and returns the speed-up in place of that of
             ``costs``.
         engines: whose steps are in the sums.

@@ -12,6 +12,7 @@ from rollout_server.acceptance import AcceptanceTracker
 from rollout_server.engine_core import rounded_up
 from rollout_server.step_costs import CostWatch, StepCosts, StepSum, StepSums
 from slipstream.errors import RefusedError
+from slipstream.v1 import rollout_server_pb2 as pb
 
 
 class Source:
@@ -134,6 +135,24 @@ def test_a_probe_that_finds_nothing_is_not_repeated_at_once(
     engine, costs = probed(monkeypatch, plain=False)
     assert engine.turned == [True, False]
     assert costs.break_even is None and costs.unknown_size == 4
+
+
+def test_a_plain_cost_is_measured_again_after_an_hour() -> None:
+    """Contexts grow over a run. What was measured before counts until enough is known anew."""
+    costs, live = StepCosts(), pb.AcceptanceCounters()
+    plain = speculative = StepSum()
+    for hour, cost in enumerate([0.01, 0.02, 0.04]):
+        known = costs.break_even
+        speculative = StepSum(speculative.steps + 100, speculative.seconds + 100 * 0.04)
+        for second, steps in enumerate((0, 10, 6)):
+            plain = StepSum(plain.steps + steps, plain.seconds + steps * cost)
+            sums = {("speculative", 4, 3): speculative, ("plain", 4, 0): plain}
+            costs.add(3600.0 * hour + second, sums, live)
+            if steps == 0:
+                assert costs.break_even == known
+            assert (costs.break_even is None) == (hour == 0 and steps != 6)
+            assert costs.unknown_size == (None if steps == 6 else 4)
+        assert costs.break_even == pytest.approx(0.04 / cost)
 
 
 def test_an_idle_server_goes_on_drafting(monkeypatch: pytest.MonkeyPatch) -> None:
