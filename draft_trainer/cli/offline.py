@@ -199,6 +199,7 @@ class Init:
         """Writes the draft and prints what was made."""
         from draft_trainer.checkpoints import read_policy
         from draft_trainer.drafters import DRAFTERS
+        from draft_trainer.drafters.rope import Rope
         from draft_trainer.files import check_free, folder_written_whole
 
         at_least("--draft-vocab", self.draft_vocab, 1)
@@ -215,6 +216,7 @@ class Init:
         policy = read_policy(folder)
         made = self._dflash if self.draft_kind == "dflash" else self._eagle3
         head, told = made(policy, layers)
+        told = "; ".join(filter(None, (told, Rope.of_draft(policy.config)[1])))
         with folder_written_whole(self.out) as temporary:
             DRAFTERS[head.kind].save(temporary, head)
         print(

@@ -77,7 +77,7 @@ def init_draft(
         target_hidden_size=sizes["hidden_size"],
         draft_vocab_size=vocab if draft_vocab_ids is None else len(draft_vocab_ids),
         aux_layer_ids=aux_layers(policy.config, aux_layer_ids, first=0),
-        rope=Rope.of_policy(policy.config),
+        rope=Rope.of_draft(policy.config)[0],
     )
     rows = policy.lm_head
     if draft_vocab_ids is not None:
@@ -118,7 +118,7 @@ def init_dflash(
         RefusedError: a size is missing, or a layer or the mask token is not the policy's.
     """
     ids = aux_layers(policy.config, aux_layer_ids, first=1)
-    rope = Rope.of_policy(policy.config)
+    rope, _ = Rope.of_draft(policy.config)
     document = {
         "architectures": [ARCHITECTURE],
         "model_type": "qwen3",

@@ -33,7 +33,15 @@ _OPTIONAL = {
         "truncate",
     ),
 }
-_COMMON = ("rope_type", "type", "rope_theta", "partial_rotary_factor")
+# Neither vLLM nor transformers reads attn_factor, which DeepSeek-R1-0528-Qwen3-8B has.
+_COMMON = ("rope_type", "type", "rope_theta", "partial_rotary_factor", "attn_factor")
+_POLICY_KINDS = (
+    *("longrope", "su", "proportional", "ntk", "mllama4", "bailing_mrope", "openpangu"),
+    *("deepseek_yarn", "deepseek_llama_scaling"),
+)
+"""Kinds that vLLM serves policies with, and no draft has."""
+
+_POLICY_PARAMETERS = ("llama_4_scaling_beta",)
 _MROPE = ("mrope_section", "mrope_interleaved")
 _refuse = Refuse("config.json", "use a draft with a rope that is listed here")
 
@@ -110,6 +118,30 @@ class Rope:
                 kept = {n: v for n, v in given.items() if n not in _MROPE and v != "mrope"}
                 plain[field] = kept
         return cls.from_dict(plain)
+
+    @classmethod
+    def of_draft(cls, policy: Mapping[str, Any]) -> tuple[Rope, str]:
+        """The rope of a policy's new draft, and what it is if not the policy's ("" otherwise).
+
+        Of ropes by layer type it is that of full attention. Where no draft can have the policy's it
+        is a plain one with the same base, or vLLM's default base where the policy names none.
+
+        Args:
+            policy: the config.json of its language model.
+
+        Raises as ``from_dict``.
+        """
+        field = "rope_scaling" if policy.get("rope_scaling") else "rope_parameters"
+        given, told = policy.get(field) or {}, ""
+        if isinstance(full := given.get("full_attention"), Mapping):
+            policy, given, told = {**policy, field: full}, full, "rope of the full-attention layers"
+        kind = given.get("rope_type", given.get("type"))
+        if kind not in _POLICY_KINDS and not given.keys() & {*_POLICY_PARAMETERS}:
+            return cls.of_policy(policy), told
+        bases = [part["rope_theta"] for part in (given, policy) if part.get("rope_theta")]
+        base = {"rope_theta": bases[0] if bases else cls.theta}
+        rope = cls.from_dict({"rope_theta": policy.get("rope_theta"), "rope_parameters": base})
+        return rope, f"plain rope with base {rope.theta}, as no draft can have the policy's"
 
     def to_dict(self) -> dict[str, Any]:
         """``rope_parameters`` of transformers 5."""

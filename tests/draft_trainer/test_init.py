@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
 import subprocess
 import sys
 from collections import Counter
@@ -17,6 +19,7 @@ from draft_trainer.checkpoints import PolicyCheckpoint, read_policy
 from draft_trainer.cli.main import main
 from draft_trainer.drafters.eagle3.checkpoint import Eagle3
 from draft_trainer.drafters.initial import choose_draft_vocabulary, init_dflash, init_draft
+from draft_trainer.drafters.rope import Rope
 from draft_trainer.recordings.recording import Recording
 from slipstream.errors import RefusedError
 from tests.draft_trainer.recordings import record_synthetic
@@ -99,6 +102,90 @@ def test_multimodal_sections_of_a_policys_rope_are_left_out() -> None:
         dflash = init_dflash(given, 1).config
         assert eagle3.to_dict()["rope_parameters"] == default
         assert dflash.to_dict()["rope_parameters"] == default
+
+
+_FACTORS = {"rope_type": "longrope", "long_factor": [1.0] * 4, "short_factor": [1.0] * 4}
+_YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+_LINEAR = {"rope_type": "linear", "factor": 8.0, "rope_theta": 5e5}
+_SLIDING = {"rope_type": "default", "rope_theta": 77.0}
+
+
+@pytest.mark.parametrize(
+    ("changes", "rope", "told"),
+    [
+        # Phi-4-mini, as transformers 5 saves it and as on the hub; MiniCPM4 without a base.
+        (
+            {"rope_parameters": {**_FACTORS, "rope_theta": 500.0}},
+            Rope(500.0),
+            "plain .* base 500.0",
+        ),
+        (
+            {
+                "rope_parameters": None,
+                "rope_scaling": {**_FACTORS, "type": "longrope"},
+                "rope_theta": 500.0,
+                "partial_rotary_factor": 0.75,
+            },
+            Rope(500.0),
+            "plain rope with base 500.0, as no draft can have the policy's",
+        ),
+        ({"rope_parameters": _FACTORS}, Rope(), "plain rope with base 10000.0"),
+        # Ministral 3.
+        (
+            {"rope_parameters": {**_YARN, "llama_4_scaling_beta": 0.1, "rope_theta": 9e5}},
+            Rope(9e5),
+            "plain rope with base 900000.0",
+        ),
+        # Gemma 3 and Gemma 4, whose kinds of layers have ropes of their own.
+        (
+            {"rope_parameters": {"full_attention": _LINEAR, "sliding_attention": _SLIDING}},
+            Rope(5e5, "linear", (("factor", 8.0),)),
+            "rope of the full-attention layers",
+        ),
+        (
+            {
+                "rope_parameters": {
+                    "full_attention": {
+                        "rope_type": "proportional",
+                        "rope_theta": 1e6,
+                        "partial_rotary_factor": 0.25,
+                    },
+                    "sliding_attention": _SLIDING,
+                }
+            },
+            Rope(1e6),
+            "plain rope with base 1000000.0",
+        ),
+        # DeepSeek-R1-0528-Qwen3-8B: nobody reads the factor.
+        (
+            {"rope_parameters": {**_YARN, "attn_factor": 0.9, "rope_theta": 1e6}},
+            Rope(1e6, "yarn", (("factor", 4.0), ("original_max_position_embeddings", 32))),
+            "$",
+        ),
+    ],
+)
+def test_a_rope_that_no_draft_can_have_is_replaced(
+    changes: dict[str, Any], rope: Rope, told: str
+) -> None:
+    given = policy(**changes)
+    assert init_draft(given, None).config.rope == rope
+    assert init_dflash(given, 1).config.block.rope == rope
+    assert re.match(told, Rope.of_draft(given.config)[1])
+
+
+@pytest.mark.parametrize(
+    ("rope", "field"),
+    [
+        ({"rope_type": "longrop", "rope_theta": 500.0}, "rope_type"),
+        ({**_YARN, "rope_theta": 500.0, "beta_fats": 16}, "beta_fats"),
+        ({"full_atention": _LINEAR, "sliding_attention": _SLIDING}, "full_atention"),
+        ({"full_attention": {**_LINEAR, "factr": 2.0}, "sliding_attention": _SLIDING}, "factr"),
+        ({**_FACTORS, "rope_theta": "500"}, "rope_theta"),
+    ],
+)
+def test_a_rope_of_no_policy_is_refused(rope: dict[str, Any], field: str) -> None:
+    with pytest.raises(RefusedError, match=field):
+        init_draft(policy(rope_parameters=rope), None)
 
 
 @pytest.mark.parametrize(
@@ -228,10 +315,25 @@ def test_init_without_states_takes_the_whole_vocabulary(
     tmp_path: Path, policy_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     given = ("--policy", policy_dir, "--aux-layers", "1,9", "--intermediate-size", 64)
-    assert init(capsys, *given, "--out", tmp_path / "draft")[0] == 0
+    code, out, _ = init(capsys, *given, "--out", tmp_path / "draft")
+    assert code == 0 and out.endswith("draft vocabulary 128 of 128 tokens\n")
     head = Eagle3().read(tmp_path / "draft").draft()
     assert head.draft_vocab_ids is None and head.config.full_vocabulary
     assert head.config.aux_layer_ids == (1, 9) and head.config.intermediate_size == 64
+
+
+def test_init_says_that_the_rope_is_not_the_policys(
+    tmp_path: Path, policy_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = tmp_path / "policy"
+    shutil.copytree(policy_dir, given)
+    config = json.loads((given / "config.json").read_text())
+    rope = {**_FACTORS, "rope_theta": 500.0}
+    (given / "config.json").write_text(json.dumps(config | {"rope_parameters": rope}))
+    code, out, _ = init(capsys, "--policy", given, "--out", tmp_path / "draft")
+    assert code == 0
+    assert out.endswith("; plain rope with base 500.0, as no draft can have the policy's\n")
+    assert Eagle3().read(tmp_path / "draft").draft().config.rope == Rope(500.0)
 
 
 def test_refusals_leave_nothing_behind(
