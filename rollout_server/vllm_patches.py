@@ -51,7 +51,6 @@ https://github.com/vllm-project/vllm/pull/29813 (closed unmerged) has the sleep 
 
 from __future__ import annotations
 
-import inspect
 import itertools
 import time
 import weakref
@@ -62,8 +61,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from rollout_server.vllm_versions import TESTED, older
-from slipstream.errors import RefusedError
+from rollout_server.vllm_versions import older
 
 EMBEDDING = "embed_tokens"
 
@@ -143,17 +141,10 @@ def refuse_stop_strings(params_class: type, version: str) -> None:
     Args:
         params_class: ``SamplingParams``.
         version: vLLM's.
-
-    Raises:
-        RefusedError: the check of its that requests go through is gone.
     """
     from vllm.exceptions import VLLMValidationError
 
-    name = "_validate_spec_decode"
-    original: Callable[[Any, Any], None] | None = getattr(params_class, name, None)
-    if original is None:
-        step = f"use a vLLM release that Slipstream was tested with ({', '.join(TESTED)})"
-        raise RefusedError(f"vLLM's SamplingParams.{name}", "absent", "a check of requests", step)
+    original: Callable[[Any, Any], None] = params_class._validate_spec_decode  # type: ignore[attr-defined]
 
     def validate_spec_decode(self: Any, speculative_config: Any) -> None:
         original(self, speculative_config)
@@ -164,7 +155,7 @@ def refuse_stop_strings(params_class: type, version: str) -> None:
                 "beyond them. Next step: use stop_token_ids, or serve with vLLM 0.32 or newer"
             )
 
-    setattr(params_class, name, validate_spec_decode)
+    params_class._validate_spec_decode = validate_spec_decode  # type: ignore[attr-defined]
 
 
 def storages(module: nn.Module) -> set[int]:
@@ -244,22 +235,8 @@ def repair_sampler(module: ModuleType) -> None:
     """Replace ``expand_batch_to_tokens``, on a CPU: ours is right whether vLLM's is or not.
 
     Args:
-        module: ``vllm.v1.sample.rejection_sampler``.
-
-    Raises:
-        RefusedError: the function is gone or takes other arguments, so what samples the drafts is
-            unknown.
+        module: ``vllm.v1.sample.rejection_sampler``, whose function ``vllm_versions`` has checked.
     """
-    original = getattr(module, "expand_batch_to_tokens", None)
-    found = "absent" if original is None else str([*inspect.signature(original).parameters])
-    expected = str([*inspect.signature(expand_batch_to_tokens).parameters])
-    if found != expected:
-        raise RefusedError(
-            "vllm.v1.sample.rejection_sampler.expand_batch_to_tokens",
-            found,
-            expected,
-            f"use a vLLM release that Slipstream was tested with ({', '.join(TESTED)})",
-        )
     module.expand_batch_to_tokens = expand_batch_to_tokens  # type: ignore[attr-defined]
 
 
