@@ -25,7 +25,7 @@ from policy_bridge.logits import is_sharded
 from policy_bridge.model import PolicyModules, full_tensor
 from slipstream.client import MAX_MESSAGE_BYTES
 from slipstream.errors import RefusedError, refused_from
-from slipstream.layers import decode_layers
+from slipstream.layers import check_layers
 from slipstream.tensors import bytes_of, check_schema, dtype_to_wire, frame_chunk
 from slipstream.v1 import draft_trainer_pb2 as pb
 from slipstream.v1 import tensor_pb2
@@ -75,12 +75,11 @@ def decode_session(response: pb.OpenRunResponse, policy: PolicyModules) -> Sessi
     step = "install the same release of slipstream in the policy's image and in the trainer's"
     check_schema(response.schema_version, "the trainer's", step)
     other_draft = "start the trainer with a draft made for this policy"
-    layers = decode_layers(response.aux_layers, "aux_layers")
     # The residual stream after the last layer is not the input of any layer, and
     # Hugging Face's hidden_states[n] is not it either: that one is normed.
-    if layers and layers[-1] >= len(policy.layers):
-        expected = f"each below the policy's {len(policy.layers)} decoder layers"
-        raise RefusedError("aux_layers", list(layers), expected, other_draft)
+    last, layers = len(policy.layers) - 1, tuple(response.aux_layers)
+    if layers:  # none: a draft that takes the final state alone
+        check_layers(layers, "aux_layers", other_draft, last=last)
     ids = list(response.draft_vocab_ids)
     if not ids:
         raise RefusedError("draft_vocab_ids", "none", "at least one id", other_draft)

@@ -15,7 +15,6 @@ import torch
 from numpy.typing import NDArray
 
 from slipstream.errors import RefusedError
-from slipstream.layers import decode_layers
 from slipstream.sample import STATE_DTYPES, Layout, Sample, layout_of
 from slipstream.sampling import check_sampling
 from slipstream.tensors import all_finite, dtype_to_wire
@@ -69,7 +68,7 @@ def check_header(header: pb.VerifierStates, expected: Expected) -> Layout:
         raise RefusedError(
             "temperature", header.temperature, "a finite number > 0", "send the rollout's"
         )
-    layers = decode_layers(header.aux_layers, "aux_layers")
+    layers = tuple(header.aux_layers)
     if layers != expected.aux_layer_ids:
         raise RefusedError(
             "aux_layers", [*layers], [*expected.aux_layer_ids], "capture OpenRun's layers"

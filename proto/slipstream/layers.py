@@ -7,7 +7,6 @@ layers" (0 = embeddings), which is vLLM's reading and the index into Hugging Fac
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from itertools import pairwise
 
 from slipstream.errors import RefusedError
@@ -94,14 +93,3 @@ def ambiguous_layers(where: str, nested: object) -> RefusedError:
         "move it there: add 1 to each where 0 means the output of the first layer; "
         "`draft-trainer releases import` does it where the policy's depth says what they mean",
     )
-
-
-def decode_layers(ids: Sequence[int], field: str) -> tuple[int, ...]:
-    """Layer numbers of a message; empty for a draft that takes the final state alone.
-
-    Raises RefusedError: a negative layer, or not strictly ascending.
-    """
-    found = tuple(ids)
-    if any(layer < 0 for layer in found) or any(a >= b for a, b in pairwise(found)):
-        raise RefusedError(field, [*found], "none below 0, strictly ascending", "fix the list")
-    return found

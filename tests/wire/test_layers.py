@@ -9,7 +9,6 @@ from slipstream.errors import RefusedError
 from slipstream.layers import (
     check_layers,
     choose_aux_layers,
-    decode_layers,
     default_aux_layers,
 )
 from slipstream.sample import Sample
@@ -32,13 +31,6 @@ def test_a_new_draft_of_a_policy_of_any_depth_has_layers(layers: int) -> None:
         assert chosen == default_aux_layers(layers)
 
 
-@pytest.mark.parametrize("ids", [[3, 2], [2, 2], [-1, 2]])
-def test_bad_numbers_are_refused(ids: list[int]) -> None:
-    assert decode_layers([0, 2, 5], "aux") == (0, 2, 5)
-    with pytest.raises(RefusedError, match="aux"):
-        decode_layers(ids, "aux")
-
-
 @pytest.mark.parametrize("ids", [None, [], "12", [1.0], [True, 2], [2, 2], [3, 2], [0, 2], [2, 6]])
 def test_lists_that_are_not_layers_are_refused(ids: object) -> None:
     assert check_layers([1, 5], "ids", "fix it", 1, 5) == check_layers((1, 5), "ids", "fix it")
@@ -47,7 +39,6 @@ def test_lists_that_are_not_layers_are_refused(ids: object) -> None:
 
 
 def test_no_layer_at_all_is_a_draft_that_takes_the_final_state() -> None:
-    assert decode_layers((), "aux") == ()
     final = torch.linspace(-1, 1, 5 * 64).view(5, 64)
     sample = Sample.pack(
         *("one", 0, 1.0, ()),
