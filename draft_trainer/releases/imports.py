@@ -10,9 +10,8 @@ from __future__ import annotations
 import logging
 import math
 import re
-import threading
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -84,7 +83,7 @@ _NAME = re.compile(r"[A-Za-z][\w.]{0,255}", re.ASCII)
 
 @dataclass(frozen=True, eq=False)
 class Imports:
-    """Imports one checkpoint at a time. Thread-safe."""
+    """Imports one checkpoint at a time, as ``server.service`` lets one call in."""
 
     registry: Registry
     runs: Runs
@@ -92,7 +91,6 @@ class Imports:
     promotions: Promotions
     bounds: DraftConfig
     on_promoted: Callable[[], None]
-    _one: threading.Lock = field(default_factory=threading.Lock)
 
     def take(
         self, header: pb.ImportHeader, chunks: Iterable[tensor_pb2.TensorChunk]
@@ -100,18 +98,10 @@ class Imports:
         """Receive, check, gate if asked, and write.
 
         Raises:
-            RefusedError: another import is under way, it is too large, not what its hashes say, no
-                draft, a draft of another shape or vocabulary, to be gated without a run, or the
-                disk is full. The registry is as it was.
+            RefusedError: it is too large, not what its hashes say, no draft, a draft of another
+                shape or vocabulary, to be gated without a run, or the disk is full. The registry
+                is as it was.
         """
-        if not self._one.acquire(blocking=False):
-            raise RefusedError(
-                "ImportRelease",
-                "another import under way",
-                "one at a time",
-                "try again when it has ended",
-                StatusCode.RESOURCE_EXHAUSTED,
-            )
         try:
             run = self._run() if header.gate else None
             self._check(header)
@@ -126,8 +116,6 @@ class Imports:
                 "free some space, then import it again",
                 StatusCode.RESOURCE_EXHAUSTED,
             ) from error
-        finally:
-            self._one.release()
 
     def _run(self) -> Run:
         run = self.runs.current

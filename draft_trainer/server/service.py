@@ -66,7 +66,7 @@ def limits_of(config: ServerConfig) -> dict[str, Limit]:
         "StreamStates": Limit(streams, config.max_message_bytes, parse=unframe),
         # Each holds the two matrices of its version until they are whole.
         "AnnouncePolicy": Limit(4, chunks, ANNOUNCE_SECONDS),
-        "ImportRelease": Limit(2, chunks, IMPORT_SECONDS),
+        "ImportRelease": Limit(1, chunks, IMPORT_SECONDS),
         "FetchRelease": Limit(8, call_seconds=FETCH_SECONDS),
         "WatchEvents": Limit(MAX_WATCHERS),
         "PrepareSync": fleet,

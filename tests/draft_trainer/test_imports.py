@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +17,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from draft_trainer.cli.main import main
+from draft_trainer.releases.imports import Imports
 from slipstream.tensors import chunks_of, spec_of
 from slipstream.v1 import draft_trainer_pb2 as pb
 from slipstream.v1 import release_pb2
@@ -30,6 +34,7 @@ from tests.draft_trainer.rig import (
     write_draft,
 )
 from tests.draft_trainer.synthetic import Policy
+from tests.waiting import until
 
 
 def header(config_json: str, tensors: dict[str, Tensor], **options: bool) -> pb.ImportHeader:
@@ -103,17 +108,37 @@ def test_the_trainer_trusts_nothing_of_an_import(tmp_path: Path) -> None:
         assert (status.newest_release, status.promoted_release) == (0, 0)
 
 
-def test_one_import_at_a_time(tmp_path: Path) -> None:
+def test_one_import_at_a_time_also_where_a_client_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The work goes on in its thread, and keeps its place."""
     source = write_draft(tmp_path / "other", 1)
     tensors = load_file(source / "model.safetensors")
     good = header((source / "config.json").read_text(), tensors)
-    with running(make_config(tmp_path), train=False) as (server, client):
-        imports = server._service.imports
-        assert imports._one.acquire(blocking=False)
-        error = refusal(lambda: send(client, good, tensors))
-        assert error.code is grpc.StatusCode.RESOURCE_EXHAUSTED
-        imports._one.release()
-        assert send(client, good, tensors).manifest.draft_version == 1
+    begun, hold = threading.Event(), threading.Event()
+
+    def held(*_: Any) -> None:
+        begun.set()
+        assert hold.wait(DEADLINE)
+
+    with running(make_config(tmp_path), train=False) as (_, client):
+        with monkeypatch.context() as patch:
+            patch.setattr(Imports, "take", held)
+            requests = iter([pb.ImportReleaseRequest(header=good)])
+            left = client.stub.ImportRelease.future(requests)
+            assert begun.wait(DEADLINE) and left.cancel()
+        for _ in range(5):
+            time.sleep(0.1)
+            error = refusal(lambda: send(client, good, tensors))
+            assert (error.field, error.expected) == ("server.max_calls", "at most 1")
+        hold.set()
+
+        def taken() -> bool:
+            with contextlib.suppress(grpc.RpcError):
+                return send(client, good, tensors).manifest.draft_version == 1
+            return False
+
+        until(taken)
 
 
 def test_the_gate_judges_an_import_when_asked(
