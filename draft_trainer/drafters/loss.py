@@ -262,9 +262,8 @@ def chunks(count: int, row_bytes: int, like: Tensor) -> Iterator[slice]:
         if like.is_cuda:
             free, total = torch.cuda.mem_get_info(like.device)
             reserved = torch.cuda.memory_reserved(like.device)
-            # Before torch 2.7 the process's share cannot be asked for.
-            share = getattr(torch.cuda, "get_per_process_memory_fraction", lambda _: 1.0)
-            free = min(free, int(share(like.device) * total) - reserved)
+            share = torch.cuda.get_per_process_memory_fraction(like.device)
+            free = min(free, int(share * total) - reserved)
             unused = reserved - torch.cuda.memory_allocated(like.device)
             # In float32 beside them: what is made of the logits.
             most = min(most, (free + unused) // 8)
