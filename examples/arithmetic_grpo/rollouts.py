@@ -75,17 +75,6 @@ class SpecCounters:
         """Tokens per verification step, bonus token included; None without drafts."""
         return 1 + self.accepted / self.drafts if self.drafts else None
 
-    @property
-    def standard_error(self) -> float:
-        """Of ``acceptance_length``, verification steps taken as independent.
-
-        The counters hold the whole distribution of the accepted tokens a of a step:
-        E[a^2] = sum over s of (2 s - 1) P(a >= s).
-        """
-        mean = self.accepted / self.drafts
-        square = sum((2 * s + 1) * n for s, n in enumerate(self.per_position)) / self.drafts
-        return float(((square - mean**2) / self.drafts) ** 0.5)
-
 
 @dataclass(frozen=True)
 class Generation:

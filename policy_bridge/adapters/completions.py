@@ -6,9 +6,9 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import cycle, groupby
-from types import TracebackType
 from typing import Any, Protocol
 
 import httpx
@@ -55,7 +55,7 @@ class Rollouts(Protocol):
         """One completion of each prompt (token ids)."""
 
 
-class CompletionsClient:
+class CompletionsClient(AbstractContextManager["CompletionsClient"]):
     """``/v1/completions`` of one or several rollout servers, prompts dealt out in turn.
 
     Args:
@@ -92,15 +92,7 @@ class CompletionsClient:
         ]
         self._in_flight = in_flight
 
-    def __enter__(self) -> CompletionsClient:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
