@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import signal
 import sys
 from dataclasses import dataclass
@@ -90,14 +91,22 @@ class Record:
             torch.set_num_threads(self.threads)
         config = read_policy_config(folder)
         layers = aux_layers(config, layers, first=0)
+        try:
+            torch.empty(0, device=self.device)
+        except (AssertionError, RuntimeError) as error:  # torch without CUDA asserts
+            found = f"{self.device} ({str(error).partition(chr(10))[0]})"
+            next_step = "name one; for a GPU, install a torch with CUDA (nvidia-smi lists GPUs)"
+            raise RefusedError("--device", found, "a device of this torch", next_step) from error
         total, parts = self._parts(folder, size_of(config, "vocab_size"))
+        # The first part asks the server: before the policy is loaded and --out is made.
+        parts = itertools.chain([next(parts, [])], parts)
         try:
             model = AutoModelForCausalLM.from_pretrained(folder, dtype=self.dtype)
             model = model.to(self.device).eval()
         except (OSError, ValueError, RuntimeError) as error:
             first = str(error).strip().partition("\n")[0]
             expected = "a causal language model that transformers loads there"
-            next_step = "give its folder as save_pretrained writes it, and a --device of this host"
+            next_step = "give its folder as save_pretrained writes it, and a --device with room"
             raise RefusedError("--policy", f"{folder} ({first})", expected, next_step) from error
         done = 0
         with (

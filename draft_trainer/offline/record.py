@@ -277,6 +277,8 @@ def _json_lines(path: Path, option: str) -> Iterator[tuple[str, dict[str, Any]]]
             lines = list(file)
     except (OSError, UnicodeDecodeError) as error:
         raise RefusedError(option, error, "a file of JSON lines in UTF-8", "name one") from error
+    if not lines:
+        raise RefusedError(option, f"{path}: no line", "a file of JSON lines in UTF-8", "name one")
     for number, line in enumerate(lines, 1):
         place = f"{path} line {number}"
         try:

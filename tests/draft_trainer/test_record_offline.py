@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from draft_trainer.cli.main import main
 from draft_trainer.offline.record import Recorder, Rollout, read_prompts, read_rollouts
 from draft_trainer.recordings.recording import Recording
+from examples.arithmetic_grpo.processes import free_port
 from examples.arithmetic_grpo.sampling import solutions
 from slipstream.errors import RefusedError
 from tests.alignment.recorded import record
@@ -209,11 +210,20 @@ def test_a_pass_that_the_device_has_no_memory_for_ends_the_recording(
 
 
 def test_what_the_command_is_given_is_checked_before_the_policy_is_loaded(
-    tmp_path: Path, policy_dir: Path, draft_dir: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    policy_dir: Path,
+    draft_dir: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", None)
     file = tmp_path / "rollouts.jsonl"
     file.write_text('{"prompt": [1, 7], "completion": [9]}\n')
     rollouts = ("--rollouts", file)
+    (empty := tmp_path / "empty.jsonl").touch()
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": [1, 7]}\n')
+    stopped = f"http://127.0.0.1:{free_port()}"
     config = json.loads((policy_dir / "config.json").read_text())
     depth, vocabulary = config["num_hidden_layers"], config["vocab_size"]
     unknown = tmp_path / "unknown.jsonl"
@@ -229,6 +239,10 @@ def test_what_the_command_is_given_is_checked_before_the_policy_is_loaded(
         (policy_dir, (*rollouts, "--aux-layers", f"0,{depth}"), f"from 0 to {depth - 1}"),
         (policy_dir, ("--rollouts", unknown), f"line 1: found completion [{vocabulary}]"),
         (policy_dir, ("--rollouts", tmp_path / "none"), "--rollouts: found"),
+        (policy_dir, ("--rollouts", empty), "empty.jsonl: no line"),
+        (policy_dir, ("--prompts", prompts, "--endpoint", stopped), "start the server"),
+        (policy_dir, (*rollouts, "--device", "gpu"), "--device: found gpu (Expected one of cpu"),
+        (policy_dir, (*rollouts, "--device", "cuda:99"), "--device: found cuda:99 ("),
         (tmp_path / "none", rollouts, "none/config.json: found"),
         (draft_dir, rollouts, "so a draft"),
     ):
