@@ -135,7 +135,9 @@ def validated(model: type[M], raw: Mapping[str, object], folder: Path | None = N
         first, *others = error.errors(include_url=False, include_context=True)
         key, found, expected, next_step = _problem(model, first)
         if others:
-            next_step += f" (also wrong: {', '.join(map(_key, others))})"
+            unknown = "unknown key: ", "also wrong: "
+            told = [unknown[one["type"] != "extra_forbidden"] + _key(one) for one in others]
+            next_step += f" ({', '.join(told)})"
         raise RefusedError(key, found, expected, next_step) from None
 
 

@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from slipstream.errors import RefusedError, StatusCode
-from slipstream.hub import read_json
+from slipstream.hub import check_folder, read_json
 from slipstream.v1 import release_pb2
 
 CONFIG_FILE = "config.json"
@@ -104,6 +104,7 @@ def weight_files(directory: Path) -> list[Path]:
     # Hidden ones are not weights: archives from macOS have ``._model.safetensors``.
     found = sorted(f for f in directory.glob("*.safetensors") if not f.name.startswith("."))
     if not found:
+        check_folder(directory)
         pickled = pickles(directory)
         raise RefusedError(
             str(directory / (pickled or [WEIGHTS_FILE])[0]),

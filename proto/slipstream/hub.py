@@ -51,12 +51,21 @@ def local_folder(name: str | Path, field: str, base: Path | None = None) -> Path
     return Path(snapshot)
 
 
+def check_folder(directory: Path) -> None:
+    """Raise RefusedError unless a checkpoint's folder is there."""
+    if not directory.is_dir():
+        next_step = "correct the path (in trainer.toml, it is relative to that file)"
+        raise RefusedError(str(directory), "no such folder", "a checkpoint's folder", next_step)
+
+
 def read_json(path: Path, next_step: str, expected: str = "a JSON object") -> dict[str, Any]:
     """The object in a JSON file, as in a model's config.json. Raises RefusedError: it is none."""
     try:
         document = json.loads(path.read_text())
     except (OSError, ValueError, RecursionError) as error:
-        raise RefusedError(str(path), str(error), expected, next_step) from error
+        check_folder(path.parent)
+        found = getattr(error, "strerror", None) or str(error)
+        raise RefusedError(str(path), found, expected, next_step) from error
     if not isinstance(document, dict):
         raise RefusedError(str(path), type(document).__name__, expected, next_step)
     return document

@@ -33,7 +33,8 @@ def test_defaults_cover_everything_but_the_draft() -> None:
     ("sections", "field", "found", "expected", "next_step"),
     [
         ({"draft": {"registry": "r"}}, "draft.initial", "nothing", "a value", "add draft.initial"),
-        ({"draft": {"x": 1}}, "draft.initial", "nothing", "a value", "also wrong: draft.x"),
+        ({"draft": {"x": 1}}, "draft.initial", "nothing", "a value", "(unknown key: draft.x)"),
+        ({"draft": {"kind": 7}}, "draft.kind", "7", "eagle3", "(also wrong: draft.initial)"),
         ({"tranining": {}}, "tranining", "unknown key", "training", "rename it to training"),
         (
             {"training": {"learning_rat": 0.1}},

@@ -341,7 +341,7 @@ def test_what_cannot_be_prepared_says_why(drafts: Drafts, tmp_path: Path) -> Non
     (tmp_path / "pickled" / "training_args.bin").touch()
     for source, why in (
         (torn_weights(drafts), "No such file"),
-        (WeightSource(str(tmp_path / "none")), "No such file"),
+        (WeightSource(str(tmp_path / "none")), "no such folder"),
         (WeightSource(str(tmp_path / "empty")), "no tensor"),
         (WeightSource(str(tmp_path / "pickled")), "a pickle"),
     ):
