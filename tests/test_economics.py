@@ -277,6 +277,8 @@ def test_lengths(tmp_path: Path) -> None:
         file.write_bytes(damaged)
         with pytest.raises(RefusedError, match="step costs: found"):
             StepTable.read(file)
+    with pytest.raises(RefusedError, match="lognormal:MEDIAN,SIGMA,CAP"):
+        read_lengths("lognormal:2000,0.9")
     drawn = read_lengths("lognormal:2000,0.9,16384")
     assert sorted(drawn)[len(drawn) // 2] == pytest.approx(2000, rel=0.1)
     assert max(drawn) == 16384
@@ -392,6 +394,11 @@ def test_plan_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     # Generation is hidden behind a training step that takes longer: no draft saves anything.
     assert main([*argv[:-1], "1e6", "--lag", "1"]) == 0
     assert "never pays" in capsys.readouterr().out
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    given = ["plan", "--lengths", "lognormal:100,1,500", "--acceptance", "0.8", "--gpu", "H100"]
+    for policy in (tmp_path, tmp_path / "config.json"):
+        assert main([*given, "--policy", f"{policy}"]) == 0
+    assert "estimated for 1 x H100" in capsys.readouterr().out
     assert main([*argv, "--gpu", "H100"]) == 2
     assert "--step-costs and --gpu" in capsys.readouterr().err
     assert main([*argv, "--requests", "65"]) == 2

@@ -59,7 +59,7 @@ class Plan:
     step_noise: Annotated[float, arg(metavar="X")] = 0.05
     """Share by which a larger step in --step-costs may be cheaper than a smaller one."""
     policy: File = None
-    """The policy's config.json, for an estimate."""
+    """The policy's config.json, or its folder, for an estimate."""
     gpu: Word = None
     """Hardware of an engine, for an estimate: A100, H20, H100, H200, B200 or GB200."""
     gpus_per_engine: Number = 1
@@ -183,7 +183,8 @@ class Plan:
             return table, f"measured by {self.server}", rates
         if self.policy is None:
             raise RefusedError("--policy", "nothing", "the policy's config.json", "give it")
-        config = read_json(self.policy, "name the policy's config.json as --policy")
+        path = self.policy / "config.json" if self.policy.is_dir() else self.policy
+        config = read_json(path, "name the policy's config.json as --policy")
         gpu = hardware(str(self.gpu))
         roofline = Roofline(
             gpu,

@@ -260,7 +260,10 @@ def read_lengths(text: str, equal_lengths: bool = False) -> list[float]:
         raise RefusedError(option, f"{error}", "a file of lengths", "check its path") from error
     except (ValueError, TypeError) as error:
         raise RefusedError(
-            option, f"{text}: {error}", "numbers of tokens", "one a line, or a JSON list"
+            option,
+            f"{text}: {error}",
+            "numbers of tokens",
+            "one a line, a JSON list, or lognormal:MEDIAN,SIGMA,CAP",
         ) from error
     if not lengths or not all(0 < n < math.inf for n in lengths):
         raise RefusedError(

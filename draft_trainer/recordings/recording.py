@@ -34,7 +34,9 @@ from slipstream.v1 import draft_trainer_pb2 as pb
 
 INDEX_FILE = "index.json"
 FORMAT: Final = "slipstream.recording/3"
-_RECORD = "record states with [recording] of draft-trainer serve, or offline"
+_RECORD = (
+    "make a recording with draft-trainer record, or with recording.directory of draft-trainer serve"
+)
 SAME_POLICY = 0.5
 """Mean cosine of lm_head rows; versions of one policy are above 0.9, two policies near 0."""
 
@@ -138,7 +140,9 @@ def read_index(directory: Path) -> RecordingIndex:
     except OSError as error:
         inside = sorted(p.parent.name for p in directory.glob(f"*/{INDEX_FILE}"))
         advice = f"give one of the recordings in it: {', '.join(inside)}" if inside else _RECORD
-        raise RefusedError(str(path), error.strerror, "the index of a recording", advice) from error
+        missing = isinstance(error, FileNotFoundError)
+        found = "no recording there" if missing else error.strerror
+        raise RefusedError(str(path), found, "the index of a recording", advice) from error
     except ValidationError as error:
         detail = error.errors(include_url=False, include_input=False)[0]
         key = ".".join(str(part) for part in detail["loc"])
