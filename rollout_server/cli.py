@@ -18,12 +18,13 @@ slipstream.v1.RolloutServer) listens on its own port.
 
 _EXAMPLES = """\
 examples:
-  rollout-server serve ./policy --draft ./draft-release-0
+  rollout-server serve ./policy --draft ./draft-release-0 --generation-config vllm
   rollout-server serve ./policy --draft ./draft --port 8000 --control-port 50061 \\
-      --draft-length 3 --dtype float32 --max-model-len 512
+      --generation-config vllm --draft-length 3 --dtype float32 --max-model-len 512
   rollout-server serve --help=all      every option, vLLM's included
   rollout-server fleet --replicas 2 --members fleet --host 127.0.0.1 \\
-      ./policy --draft ./draft         two servers on this machine that Ray restarts
+      ./policy --draft ./draft --generation-config vllm
+                                       two servers on this machine that Ray restarts
 """
 
 

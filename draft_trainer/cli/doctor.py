@@ -32,7 +32,7 @@ class Doctor(Connection):
     """Say why no draft is being released, and which key to change.
 
     Asks the running trainer; before it is started, use serve --check. Exit status 1: there is a
-    problem.
+    problem; 2: the trainer was not reached or an option is wrong, as for every command.
     """
 
     json: bool = False

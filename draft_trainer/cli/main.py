@@ -60,13 +60,11 @@ class Serve:
     """
 
     config: Annotated[Path, arg(metavar="FILE")]
-    """TOML with the sections server, access, credentials, draft, replay, training, gate, publish,
-    canary, economy and recording. Paths in it are relative to its folder."""
+    """TOML; --check prints all of its keys. Paths in it are relative to its folder."""
     set: Annotated[UseAppendAction[tuple[str, ...]], arg(metavar="KEY=VALUE")] = ()
     """Override a key of the file, as in training.learning_rate=3e-4. May be given several times."""
     check: bool = False
-    """Print the effective configuration, check the draft, the device and the rollout servers, and
-    exit, with status 1 if there is a problem."""
+    """Print every key, check draft, device and rollout servers, and exit: 1 for a problem."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """Lowest level that is logged, to stderr."""
 

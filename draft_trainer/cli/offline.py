@@ -60,14 +60,13 @@ class Record:
     temperature: Annotated[float, arg(metavar="X")] = 1.0
     """Sampling temperature of the rollouts; above 0."""
     aux_layers: Annotated[str | None, arg(metavar="L,L,L", help_behavior_hint="(optional)")] = None
-    """Record the states after this many decoder layers; by default after 2, n // 2 and n - 3 of n
-    layers, or suitable numbers below 8 layers."""
+    """Record after these decoder layers (default: 2, n // 2 and n - 3 of n; others below 8)."""
     dtype: _DTYPES = "auto"
     """Type of the policy's weights."""
     device: Annotated[str, arg(metavar="DEVICE")] = "cpu"
     """Where the policy runs: cpu, cuda, cuda:1."""
     threads: Count = None
-    """Threads of torch (torch's own choice)."""
+    """Threads of torch (default: torch's own)."""
 
     def run(self) -> int:
         """Writes the recording and prints what is in it."""
@@ -183,26 +182,21 @@ class Init:
     out: Needed
     """The draft; must not exist."""
     states: Folder = None
-    """Recorded states of the policy, which determine the draft vocabulary; without them it is the
-    policy's whole vocabulary."""
+    """Recorded states, whose commonest tokens the draft can propose (default: all tokens)."""
     draft_vocab: Count = None
     """Size of the draft vocabulary; by default 32000, or all tokens if there are fewer."""
     aux_layers: Annotated[str | None, arg(metavar="L,L,L", help_behavior_hint="(optional)")] = None
-    """The draft reads the states after this many decoder layers; by default the recorded ones, or
-    after 2, n // 2 and n - 3 of n layers, or suitable numbers below 8 layers."""
+    """The draft reads after these decoder layers (default: the recorded ones, or as record)."""
     intermediate_size: Count = None
     """Width of the draft's MLP; by default the policy's."""
     seed: Annotated[int, arg(metavar="N")] = 0
     """Seed of the random weights."""
-    draft_kind: Annotated[
-        Literal["eagle3", "mtp", "dflash"], arg(help_behavior_hint="(optional)")
-    ] = "eagle3"
-    """The draft's mechanism (eagle3)."""
+    draft_kind: Literal["eagle3", "mtp", "dflash"] = "eagle3"
+    """The draft's mechanism."""
     mask_token: Count = None
-    """dflash: id of a policy token that occurs in no text, such as a reserved one; it marks the
-    positions of proposed tokens."""
+    """dflash: id of a token that occurs in no text, to mark the positions of proposed tokens."""
     layers: Count = None
-    """dflash: number of decoder layers (2)."""
+    """dflash: number of decoder layers (default 2)."""
 
     def run(self) -> int:
         """Writes the draft and prints what was made."""
@@ -342,25 +336,25 @@ class Fit:
     resume: bool = False
     """Continue the unfinished fit in --out; start one if there is none."""
     draft_kind: Kind = None
-    """The draft's mechanism: eagle3, mtp, draft_model or dflash (eagle3)."""
+    """The draft's mechanism: eagle3, mtp, draft_model or dflash (default eagle3)."""
     epochs: Count = None
-    """Passes over the data (3)."""
+    """Passes over the data (default 3)."""
     draft_length: Count = None
-    """Speculative tokens that will be served (3)."""
+    """Speculative tokens that will be served (default 3)."""
     learning_rate: Annotated[float | None, arg(metavar="X", help_behavior_hint="(optional)")] = None
-    """Learning rate after warm-up (1e-3)."""
+    """Learning rate after warm-up (default 1e-3)."""
     batch_tokens: Count = None
-    """Tokens of one step (4096)."""
+    """Tokens of one step (default 4096)."""
     ttt_steps: Count = None
-    """Depth of the training-time test (5)."""
+    """Depth of the training-time test (default 5)."""
     compute_dtype: Literal["float32", "bfloat16"] | None = None
-    """Type of matrix products (float32); weights and optimizer are always float32."""
+    """Type of matrix products (default float32); weights and optimizer are always float32."""
     device: Literal["cpu", "cuda"] | None = None
-    """Device of the training (cpu)."""
+    """Device of the training (default cpu)."""
     threads: Count = None
-    """Threads of torch (torch's own choice)."""
+    """Threads of torch (default: torch's own)."""
     seed: Count = None
-    """Seed of the data order (0)."""
+    """Seed of the data order (default 0)."""
 
     def run(self) -> int:
         """0: trained to the end; 128 plus the signal's number: ended by it, to be resumed."""

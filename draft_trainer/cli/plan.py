@@ -28,7 +28,8 @@ _LABELS = ("kind", "requests", "draft_length", "position")
 Number = Annotated[int, arg(metavar="N")]
 Seconds = Annotated[float, arg(metavar="S")]
 Rates = Annotated[str | None, arg(metavar="R,R,R", help_behavior_hint="(optional)")]
-Word = Annotated[str | None, arg(metavar="X", help_behavior_hint="(optional)")]
+Server = Annotated[str | None, arg(metavar="HOST:PORT", help_behavior_hint="(optional)")]
+Gpu = Annotated[str | None, arg(metavar="NAME", help_behavior_hint="(optional)")]
 
 _AT_LEAST_ONE = ("engines", "gpus_per_engine", "rollouts", "requests", "steps")
 
@@ -39,28 +40,25 @@ class Plan:
 
     Step costs come from a measured table (--step-costs), from a rollout server that has measured
     its own (--server), or from an estimate of hardware and model (--gpu and --policy). Prints two
-    tables and a verdict; runs in seconds, without a GPU.
+    tables and a verdict; runs in seconds, without a GPU. vLLM's log divides accepted tokens by all
+    drafts: take --acceptance from it with a fixed draft length only.
     """
 
     lengths: Annotated[str, arg(metavar="FILE")]
-    """Completion lengths of an RL step in tokens: a file with one per line or a JSON list, or
-    lognormal:MEDIAN,SIGMA,CAP."""
+    """Completion lengths of a step: a file of lines, or lognormal:MEDIAN,SIGMA,CAP."""
     acceptance: Rates = None
-    """Acceptance by position: accepted tokens at each draft position, divided by the drafts that
-    had a token there. vLLM's log divides by all drafts: take it with a fixed draft length only. By
-    default the counters of --server."""
+    """Accepted tokens / drafts with a token there, by position (default: of --server)."""
     frozen_acceptance: Rates = None
     """The same for a draft that is not adapted."""
-    server: Word = None
-    """HTTP address of a rollout server, HOST:PORT or https://HOST:PORT, whose measurements to
-    use."""
+    server: Server = None
+    """HTTP address, or https://HOST:PORT, of a rollout server whose measurements to use."""
     step_costs: File = None
     """CSV with the columns batch_size, num_draft_tokens and step_seconds."""
     step_noise: Annotated[float, arg(metavar="X")] = 0.05
     """Share by which a larger step in --step-costs may be cheaper than a smaller one."""
     policy: File = None
     """The policy's config.json, or its folder, for an estimate."""
-    gpu: Word = None
+    gpu: Gpu = None
     """Hardware of an engine, for an estimate: A100, H20, H100, H200, B200 or GB200."""
     gpus_per_engine: Number = 1
     """Tensor-parallel size of an engine."""
@@ -85,8 +83,7 @@ class Plan:
     training_seconds: Seconds = 0.0
     """Seconds per step that the draft trainer takes."""
     training_share: Annotated[float, arg(metavar="X")] = 1.0
-    """Share of a training second that the loop loses: 1 if they take turns on a device. For a
-    trainer with its own devices: their number over the loop's, times their value elsewhere."""
+    """Fraction of trainer time that slows the loop: 1 if they take turns on a device."""
     publish_seconds: Seconds = 0.0
     """Seconds per step that generation pauses for a new draft."""
     equal_lengths: bool = False

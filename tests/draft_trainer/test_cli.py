@@ -14,13 +14,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
+import docstring_parser
 import grpc
 import pytest
 import torch
 
-from draft_trainer.cli.main import main
+from draft_trainer.cli.main import _COMMANDS, main
 from draft_trainer.config import TrainerConfig
 from draft_trainer.kernels.library import using_kernels
 from draft_trainer.releases.reconcile import Reconciler
@@ -292,3 +293,12 @@ def test_check_says_where_a_gpu_is_left_idle(
     assert code == 0 and idle in out
     code, out = run(capsys, *given, "--set", "training.device=cuda")
     assert code == 0 and "device   training.device = cuda\n" in out
+
+
+def test_the_help_of_an_option_breaks_nowhere_but_at_the_terminal_s_edge() -> None:
+    """tyro keeps the line breaks of an option's docstring, and the terminal adds its own."""
+    commands = [get_args(command)[0] for command in get_args(_COMMANDS)]
+    assert len(commands) > 8
+    for command in commands:
+        for option in docstring_parser.parse_from_object(command).params:
+            assert "\n" not in (option.description or ""), f"{command.__name__} {option.arg_name}"
