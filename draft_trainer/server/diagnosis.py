@@ -10,6 +10,7 @@ import logging
 import math
 import re
 from collections.abc import Mapping
+from functools import partial
 
 from draft_trainer.config import ENOUGH_PROMPTS, HELD_OUT_MOST, TrainerConfig
 from draft_trainer.releases.client import drafts_wanted
@@ -38,9 +39,20 @@ PARTS = ("policy", "samples", "training", "gate", "release", "servers", "trial")
 """In the order in which a release comes about."""
 
 
-def diagnose(status: TrainerStatus, config: TrainerConfig) -> list[Diagnosis]:
-    """How each of ``PARTS`` stands."""
-    examine = (_policy, _samples, _training, _gate, _release, _servers, _trial)
+def diagnose(
+    status: TrainerStatus, config: TrainerConfig, before: TrainerStatus | None = None
+) -> list[Diagnosis]:
+    """How each of ``PARTS`` stands.
+
+    Args:
+        status: now.
+        config: the trainer's.
+        before: of the same process, since which shares of samples and steps are judged; None: its
+            start.
+    """
+    since = before or TrainerStatus()
+    samples, training = partial(_samples, since), partial(_training, since)
+    examine = (_policy, samples, training, _gate, _release, _servers, _trial)
     found = [each(status, config) for each in examine]
     return [
         Diagnosis(part=part, severity=severity, found=clean(text), next_step=next_step)
@@ -66,19 +78,21 @@ def _policy(status: TrainerStatus, config: TrainerConfig) -> Found:
     return OK, f"run {status.run_id} is at policy version {status.policy_version}", ""
 
 
-def _samples(status: TrainerStatus, config: TrainerConfig) -> Found:
-    accepted, refused = status.samples_accepted, status.samples_refused
+def _samples(since: TrainerStatus, status: TrainerStatus, config: TrainerConfig) -> Found:
+    accepted = status.samples_accepted - since.samples_accepted
+    refused = status.samples_refused - since.samples_refused
     if refused > REFUSED_SHARE * (accepted + refused):
-        field, count = _most(status.refused_by_field)
+        field, count = _most(_grown(since.refused_by_field, status.refused_by_field))
         return (
             PROBLEM,
-            f"{refused} of {accepted + refused} samples were refused, {count} of them for {field}",
+            f"{refused} of {accepted + refused} samples were refused lately, {count} of them for "
+            f"{field}",
             "the log of the training job has the refusal with its next step; "
             "bridge.stats().refused counts them",
         )
-    if not accepted:
+    if not status.samples_accepted:
         return WAITING, "no sample has arrived", "ship sequences with completion tokens"
-    evicted = status.evicted_by_reason
+    evicted = _grown(since.evicted_by_reason, status.evicted_by_reason)
     dropped = {name: evicted.get(name, 0) for name in ("capacity", "stale", "damaged")}
     resident = status.samples_pending + status.samples_held_out + status.samples_unsaved
     # A trainer that continues a run holds, and may drop, samples that it did not accept itself.
@@ -94,7 +108,7 @@ def _samples(status: TrainerStatus, config: TrainerConfig) -> Found:
         }
         found = f"{count} of {samples} samples were dropped before they were trained on ({reason})"
         return PROBLEM, found, keys[reason]
-    held = status.samples_held_out
+    accepted, held = status.samples_accepted, status.samples_held_out
     return OK, f"{accepted} accepted, {held} of those in memory held out for the gate", ""
 
 
@@ -104,7 +118,7 @@ def _share(config: TrainerConfig) -> float:
     return HELD_OUT_MOST if fraction is None else fraction
 
 
-def _training(status: TrainerStatus, config: TrainerConfig) -> Found:
+def _training(since: TrainerStatus, status: TrainerStatus, config: TrainerConfig) -> Found:
     if status.training_error:
         next_step = "read the error in the log; a restart resumes from the newest training state"
         if DEVICE_MEMORY in status.training_error:
@@ -112,12 +126,13 @@ def _training(status: TrainerStatus, config: TrainerConfig) -> Found:
         elif status.training_error.startswith("training waits"):
             next_step = "free space there"
         return PROBLEM, status.training_error, next_step
-    steps, skipped = status.train_steps, status.train_steps_skipped
+    steps = status.train_steps - since.train_steps
+    skipped = status.train_steps_skipped - since.train_steps_skipped
     if skipped > steps:
         return (
             PROBLEM,
-            f"{skipped} steps were skipped, {steps} were not: losses or gradients are not finite, "
-            "or no token of a sample can be trained on, as past a draft's sliding window",
+            f"{skipped} steps were skipped lately, {steps} were not: losses or gradients are not "
+            "finite, or no token of a sample can be trained on, as past a draft's sliding window",
             "check the log, the loss in /metrics and the loss_mask that is shipped; lower "
             "training.learning_rate",
         )
@@ -125,7 +140,7 @@ def _training(status: TrainerStatus, config: TrainerConfig) -> Found:
         mode = config.economy.mode
         next_step = f'nothing, or set economy.mode = "always" ("{mode}" now) to train regardless'
         return WAITING, f"training is paused: {status.training_decision}", next_step
-    held, pending = status.samples_held_out, status.samples_pending
+    steps, held, pending = status.train_steps, status.samples_held_out, status.samples_pending
     # After a restart, what the process before left may be held out alone.
     if status.samples_accepted and not steps and held and not pending:
         share = f"replay.held_out_fraction ({_share(config):g})"
@@ -283,6 +298,10 @@ def _trial(status: TrainerStatus, config: TrainerConfig) -> Found:
         )
         return PROBLEM, f"{found}, without a verdict: {trial.undecided}", next_step
     return WAITING, found, "keep sending requests: live acceptance decides"
+
+
+def _grown(since: Mapping[str, int], now: Mapping[str, int]) -> dict[str, int]:
+    return {name: count - since.get(name, 0) for name, count in now.items()}
 
 
 def _most(counts: Mapping[str, int]) -> tuple[str, int]:

@@ -36,6 +36,9 @@ logger = logging.getLogger(__name__)
 
 WINDOW_SECONDS = 60.0
 SNAPSHOT_SECONDS = 10.0
+LATELY_SNAPSHOTS = 90
+"""Of a quarter of an hour, by which shares of samples and steps are judged: in the totals of weeks
+what goes wrong is lost, and what is over stays."""
 VERSIONS_KEPT = 4096
 NOT_IN_HISTORY = ("servers", "last_verdict", "replay_directory", "code_version", "diagnosis")
 """Fields that a snapshot leaves out: they are large, or they hardly change."""
@@ -174,6 +177,8 @@ class Status:
     def __post_init__(self) -> None:
         run = self.runs.current
         self.problems = ProblemLog()
+        # The start, and the newest snapshots.
+        self._recent = deque([pb.TrainerStatus()], maxlen=1 + LATELY_SNAPSHOTS)
         self.policy_clock = (
             PolicyClock() if run is None else PolicyClock(run.run_id, run.latest_policy_version)
         )
@@ -212,6 +217,9 @@ class Status:
             self.problems.note(list(status.diagnosis))
             for name in NOT_IN_HISTORY:
                 status.ClearField(name)  # type: ignore[arg-type]
+            # While no sample arrives, as in a long step of the loop, they stay those of the last.
+            if len(self._recent) <= LATELY_SNAPSHOTS or _sent(status) > _sent(self._recent[1]):
+                self._recent.append(status)
             self.state.history.add(status)
         except RefusedError as error:
             # A full disk must not end the trainer.
@@ -304,7 +312,7 @@ class Status:
                     training_paused=not decision.train,
                 )
             )
-        status.diagnosis.extend(diagnose(status, self.config))
+        status.diagnosis.extend(diagnose(status, self.config, self._recent[0]))
         return status
 
     def _servers(
@@ -324,6 +332,10 @@ class Status:
             return self.registry.trained_against(version, run_id)
         except RefusedError:
             return None
+
+
+def _sent(status: pb.TrainerStatus) -> int:
+    return status.samples_accepted + status.samples_refused
 
 
 def _speed_up(servers: Iterable[console.ServerView]) -> float | None:

@@ -92,7 +92,7 @@ def test_a_trainer_that_releases_has_nothing_to_say() -> None:
 
 
 def test_while_training_is_paused_samples_may_grow_old() -> None:
-    """The pause may be over: counters are of the time since the start."""
+    """The pause may be over: counters are of the time since some snapshot."""
     for reason, severity in (("unneeded", OK), ("stale", PROBLEM)):
         for paused in (True, False):
             status = healthy(evicted_by_reason={reason: 600}, training_paused=paused)
@@ -105,6 +105,31 @@ def test_samples_that_a_start_found_and_dropped_are_not_of_those_it_accepted() -
     assert samples.severity == PROBLEM and samples.found.startswith("60 of 160 samples")
     samples = found(healthy(evicted_by_reason={"stale": 10}, **few))["samples"]
     assert samples.severity == OK
+
+
+@pytest.mark.parametrize(
+    ("part", "went_wrong"),
+    [
+        ("samples", {"samples_refused": 900, "refused_by_field": {"teacher": 900}}),
+        ("samples", {"evicted_by_reason": {"capacity": 900}}),
+        ("training", {"train_steps_skipped": 900}),
+    ],
+)
+def test_shares_are_judged_by_what_came_lately(part: str, went_wrong: dict[str, Any]) -> None:
+    weeks = {"samples_accepted": 2_000_000, "train_steps": 400_000}
+    sound, wrong = healthy(**weeks), healthy(**weeks, **went_wrong)
+    for before, now, severity in ((sound, wrong, PROBLEM), (wrong, wrong, OK), (None, wrong, OK)):
+        diagnosis = {one.part: one for one in diagnose(now, CONFIG, before)}
+        assert diagnosis[part].severity == severity
+    # Whether there was any is asked of the whole time.
+    assert "2000000 accepted" in found(sound)["samples"].found
+    assert {one.severity for one in diagnose(sound, CONFIG, sound)} == {OK}
+    # A bad first day is over.
+    first = {"samples_accepted": 100, "train_steps": 1}
+    assert found(healthy(**first, **went_wrong))[part].severity == PROBLEM
+    after = {"samples_accepted": 600, "train_steps": 600}
+    diagnosis = diagnose(healthy(**after, **went_wrong), CONFIG, healthy(**first, **went_wrong))
+    assert {one.severity for one in diagnosis} == {OK}
 
 
 FEW = "124 held-out anchors in 3 prompts, 200 in 4 are needed"

@@ -6,7 +6,7 @@ import logging
 from collections import deque
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import grpc
 import pytest
@@ -18,13 +18,14 @@ from draft_trainer.releases import canary
 from draft_trainer.releases.client import Failure
 from draft_trainer.releases.fleet import Fleet
 from draft_trainer.server import status
-from draft_trainer.server.diagnosis import ProblemLog
+from draft_trainer.server.diagnosis import PROBLEM, ProblemLog
 from draft_trainer.server.status import FleetView, PolicyClock
 from draft_trainer.state import State, described
 from slipstream.errors import RefusedError
 from slipstream.v1 import console_pb2 as pb
 from slipstream.v1 import rollout_server_pb2
 from slipstream.v1.draft_trainer_pb2 import TrainerStatus
+from tests.draft_trainer.rig import make_config, rollouts, running
 
 
 class Clock:
@@ -218,6 +219,7 @@ def test_a_full_disk_does_not_end_the_history(caplog: pytest.LogCaptureFixture) 
     class Fake:
         state = SimpleNamespace(history=History())
         problems = ProblemLog()
+        _recent: ClassVar = deque([TrainerStatus()])
 
         def read(self) -> TrainerStatus:
             return TrainerStatus(time=7.0, code_version="1", servers=[pb.ServerView(address="a:1")])
@@ -227,6 +229,31 @@ def test_a_full_disk_does_not_end_the_history(caplog: pytest.LogCaptureFixture) 
     Fake.state.history.full = False
     status.Status.keep_snapshot(Fake())  # type: ignore[arg-type]
     assert kept == [7.0]
+
+
+def test_what_is_wrong_is_judged_by_the_newest_snapshots_to_which_a_sample_came(
+    tmp_path: Path,
+) -> None:
+    with running(make_config(tmp_path), train=False) as (server, client):
+        client.open()
+        client.announce(1)
+        messages = rollouts(20)
+
+        def refused_are_a_problem() -> bool:
+            (samples,) = (one for one in client.status().diagnosis if one.part == "samples")
+            return samples.severity == PROBLEM
+
+        for _ in range(20):
+            server._counters.refused("teacher")
+        client.send(*messages[:9])
+        assert refused_are_a_problem()
+        # In a long step of the loop none comes.
+        for _ in range(2 * status.LATELY_SNAPSHOTS):
+            server._status.keep_snapshot()
+        assert refused_are_a_problem()
+        client.send(*messages[9:])
+        server._status.keep_snapshot()
+        assert not refused_are_a_problem()
 
 
 @pytest.mark.parametrize("error", [OSError(5, "Input/output error"), ValueError("out of range")])
