@@ -165,6 +165,7 @@ def test_what_speculators_files_may_hold_besides(tmp_path: Path) -> None:
         Eagle3().read(source, _POLICY).tensors.keys()
     )
     document["transformer_layer_config"] |= {"norm_output": False, "fc_norm": True}
+    layer = document["transformer_layer_config"]
     (tmp_path / "config.json").write_text(json.dumps(document))
     # As in vLLM, what stands around the nested object goes before what is in it.
     assert Eagle3().read(tmp_path, _POLICY).config == Eagle3().read(source, _POLICY).config
@@ -172,6 +173,7 @@ def test_what_speculators_files_may_hold_besides(tmp_path: Path) -> None:
         ("norm_before_residual", {"norm_before_residual": None}),
         ("speculators_model_type", {"speculators_model_type": "peagle"}),
         ("transformer_layer_config", {"transformer_layer_config": None}),
+        ("rope_scaling: found null", {"transformer_layer_config": layer | {"rope_scaling": None}}),
     ):
         (tmp_path / "config.json").write_text(json.dumps(document | change))
         with pytest.raises(RefusedError, match=field):

@@ -183,6 +183,8 @@ def _flat(document: Document) -> Document:
     model_type = flat.setdefault("model_type", "llama")
     if model_type not in ARCHITECTURES:
         _refuse(f"{LAYER}.model_type", model_type, f"one of {list(ARCHITECTURES)}")
+    if flat.get("rope_parameters") and flat.get("rope_scaling", {}) is None:
+        _refuse(f"{LAYER}.rope_scaling", "null", "no such field: vLLM drops rope_parameters for it")
     flat["architectures"] = [ARCHITECTURES[model_type][0]]
     for name in _AROUND:
         if document.get(name) is not None:
