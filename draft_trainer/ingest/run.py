@@ -357,7 +357,10 @@ class Runs:
             streams = self._streaming.total()
             if self._run is not None and streams:
                 expected = f"{self._run.run_id!r}, which {streams} stream(s) feed now"
-                advice = "end that run first, or start another draft-trainer for this one"
+                advice = (
+                    "close the PolicyBridge of that run or, if it is lost, end its process (in a "
+                    "notebook: restart the kernel); or start another draft-trainer for this run"
+                )
                 code = StatusCode.FAILED_PRECONDITION
                 raise RefusedError("run_id", run_id, expected, advice, code)
             # No stream of the run before opens any more.

@@ -56,6 +56,7 @@ def test_no_run_begins_between_the_look_up_of_a_session_and_its_stream(runs: Run
         with pytest.raises(RefusedError, match=r"1 stream\(s\) feed now") as caught:
             runs.open(request("two"))
         refused.append(caught.value.code)
+        assert "close the PolicyBridge of that run" in caught.value.next_step
 
     runs._lock = Interrupted(begin)  # type: ignore[assignment]
     with runs.stream(session.session_id, 8) as streaming:
