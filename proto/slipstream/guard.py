@@ -17,7 +17,6 @@ from typing import Any, TypeVar
 
 import grpc
 from google.protobuf.message import DecodeError
-from grpc_health.v1 import health
 from grpc_reflection.v1alpha import reflection
 
 from slipstream.errors import RefusedError, StatusCode, abort_with
@@ -35,7 +34,6 @@ CHUNK_MESSAGE_BYTES = CHUNK_BYTES + (1 << 20)
 MAX_SILENT_CALLS = 1024
 """Calls whose first request has not come yet."""
 
-MAX_HEALTH_WATCHERS = 64
 REFLECTION_SECONDS = 60.0
 
 _PEERS = 4096
@@ -60,7 +58,6 @@ class Limit:
 
 
 COMMON_LIMITS: Mapping[str, Limit] = {
-    f"/{health.SERVICE_NAME}/Watch": Limit(MAX_HEALTH_WATCHERS),
     f"/{reflection.SERVICE_NAME}/ServerReflectionInfo": Limit(4, call_seconds=REFLECTION_SECONDS),
 }
 

@@ -167,40 +167,20 @@ class LoopThread:
 
 
 class Health(health_pb2_grpc.HealthServicer):
-    """The standard health service.
+    """``Check`` of the standard health service, which is what probes ask.
 
-    grpc_health 1.85 has one that holds a change back while an answer to a watcher is being written,
-    has no ``List``, and refuses an unknown name without saying which are known.
+    grpc_health 1.85 has one that refuses an unknown name without saying which are known.
     """
 
     def __init__(self, names: Collection[str]) -> None:
         self._serving = dict.fromkeys(names, False)
-        self._changed = asyncio.Event()
 
     def set(self, name: str, serving: bool) -> None:
-        """Tell all watchers. Only on the server's event loop."""
-        if self._serving[name] != serving:
-            self._serving[name] = serving
-            self._changed.set()
-            self._changed = asyncio.Event()
+        """Only on the server's event loop."""
+        self._serving[name] = serving
 
     async def Check(self, request: Any, context: Any) -> Any:  # noqa: N802 (gRPC's name)
-        return self._response(request.service)
-
-    async def List(self, request: Any, context: Any) -> Any:  # noqa: N802
-        statuses = {name: self._response(name) for name in self._serving}
-        return health_pb2.HealthListResponse(statuses=statuses)
-
-    async def Watch(self, request: Any, context: Any) -> AsyncIterator[Any]:  # noqa: N802
-        told = None
-        while True:
-            changed, response = self._changed, self._response(request.service)
-            if response != told:
-                yield response
-                told = response
-            await changed.wait()
-
-    def _response(self, name: str) -> Any:
+        name = request.service
         if name not in self._serving:
             raise RefusedError(
                 "service",

@@ -309,10 +309,14 @@ def test_health_and_reflection(tmp_path: Path) -> None:
         running(make_config(tmp_path), train=False) as (server, _),
         open_channel(server.address) as channel,
     ):
-        check = health_pb2_grpc.HealthStub(channel).Check
+        health = health_pb2_grpc.HealthStub(channel)
         for name in ("", "slipstream.v1.DraftTrainer"):
-            answer = check(health_pb2.HealthCheckRequest(service=name), timeout=10)
+            answer = health.Check(health_pb2.HealthCheckRequest(service=name), timeout=10)
             assert answer.status == health_pb2.HealthCheckResponse.SERVING
+        with pytest.raises(grpc.RpcError) as caught:
+            next(health.Watch(health_pb2.HealthCheckRequest(), timeout=10))
+        # A gRPC client that checks health takes this one for "no health service", and goes on.
+        assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED  # type: ignore[attr-defined]
         ask = reflection_pb2.ServerReflectionRequest(list_services="")
         stub = reflection_pb2_grpc.ServerReflectionStub(channel)
         answer = next(stub.ServerReflectionInfo(iter([ask]), timeout=10))
