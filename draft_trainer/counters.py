@@ -241,16 +241,6 @@ class Counters:
         """A release was written."""
         self.newest_release = version
 
-    def fleet_events(self) -> dict[str, int]:
-        """How often each event of ``published`` happened, ``healed`` and ``not_healed`` too; those
-        that did not are absent."""
-        found = {}
-        for event, (name, label) in _FLEET_EVENTS.items():
-            found[event] = by_label(getattr(self, name)).get(label, 0)
-        found["healed"] = sum(by_label(self.heals).values())
-        found["not_healed"] = sum(by_label(self.heals_failed).values())
-        return {event: count for event, count in found.items() if count}
-
     def _counter(
         self, name: str, text: str, label: str = "", values: Sequence[str] = ()
     ) -> Counter:

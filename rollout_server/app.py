@@ -107,7 +107,6 @@ async def _start(settings: Settings, engine: VllmEngine, state: Any, args: Any) 
         read_layout(settings.model_dir),
         API.tracker,
         commits.committed,
-        pb.ServerState(model=str(args.model), http_port=int(args.port)),
     )
     API.closers.append(service.workers.close)
 
@@ -237,7 +236,6 @@ async def control_plane(
     policy_layout: Layout,
     tracker: AcceptanceTracker,
     committed: Committed,
-    shown: pb.ServerState,
 ) -> tuple[RolloutControl, RolloutService]:
     """State and gRPC service over a running engine, with the first draft in the store.
 
@@ -252,13 +250,15 @@ async def control_plane(
         draft = _stage_first_draft(settings.draft_dir, store, DRAFT in description.tied, policys)
     tracker.start(draft.version or 0)
     policy = Weights(POLICY, None, WeightSource(directory=str(settings.model_dir)))
-    shown.num_speculative_tokens = settings.draft_length
-    shown.draft_sample_method = settings.draft_sample_method
-    shown.draft_kind = served.name
     peers = Peers(settings.peers or NONE)
-    # Without credentials of its own it would be refused by servers that ask for some.
-    shown.fetches = settings.peers is not None or settings.access.open
-    control = RolloutControl(engine, store, tracker, committed, draft, policy, shown)
+    constants = pb.ServerState(
+        num_speculative_tokens=settings.draft_length,
+        draft_sample_method=settings.draft_sample_method,
+        draft_kind=served.name,
+        # Without credentials of its own it would be refused by servers that ask for some.
+        fetches=settings.peers is not None or settings.access.open,
+    )
+    control = RolloutControl(engine, store, tracker, committed, draft, policy, constants)
     config = read_config(settings.model_dir, "MODEL")
     expected = {
         DRAFT: _expected_draft(draft, description, served),

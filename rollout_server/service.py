@@ -237,9 +237,8 @@ class RolloutService(pb_grpc.RolloutServerServicer):
         )
 
     async def _prepared(self, weights: Weights, upload: Upload, start: float) -> pb.StageResult:
-        staged = time.perf_counter()
         not_prepared = await self._control.prepare(weights)
-        end = time.perf_counter()
+        seconds = time.perf_counter() - start
         if not_prepared not in ("", self._not_prepared):
             # Once, because it is usually as true of every draft that follows.
             self._not_prepared = not_prepared
@@ -251,8 +250,7 @@ class RolloutService(pb_grpc.RolloutServerServicer):
         return pb.StageResult(
             stage_id=weights.stage_id,
             bytes_received=upload.bytes_received,
-            seconds=end - start,
-            prepare_seconds=end - staged,
+            seconds=seconds,
             not_prepared=not_prepared,
             bytes_from_sources=upload.bytes_fetched,
         )

@@ -30,7 +30,6 @@ from slipstream.checkpoints import read_layout
 from slipstream.errors import RefusedError
 from slipstream.security import Access, ClientCredentials
 from slipstream.tensors import digest
-from slipstream.v1 import rollout_server_pb2 as pb
 
 TRAFFIC = "traffic.json"
 """Steps per second and, by draft version ("": any other), the rate accepted at each position."""
@@ -151,9 +150,8 @@ async def control_plane(
     settings = Settings(draft_dir, draft_dir, access, peers=peers)
     layout = read_layout(draft_dir)
     del layout["t2d"]
-    shown = pb.ServerState(model="policy", http_port=1)
     control, servicer = await app.control_plane(
-        engine, store, settings, layout, tracker, _no_metrics, shown
+        engine, store, settings, layout, tracker, _no_metrics
     )
 
     def server() -> service.ControlServer:

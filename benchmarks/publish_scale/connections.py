@@ -42,9 +42,7 @@ class Quick(pb_grpc.RolloutServerServicer):
     """A server that has everything."""
 
     def __init__(self) -> None:
-        self.state = pb.ServerState(
-            model="policy", num_speculative_tokens=3, draft_sample_method="probabilistic"
-        )
+        self.state = pb.ServerState(num_speculative_tokens=3, draft_sample_method="probabilistic")
         self.state.speculation_enabled = True
         self.moved = 0
 

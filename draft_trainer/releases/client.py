@@ -232,7 +232,7 @@ def drafts_wanted(state: pb.ServerState) -> bool:
 
 def cleaned(state: pb.ServerState) -> pb.ServerState:
     """A server's state with its texts bounded and on one line each, in place."""
-    for name in ("not_ready", "model", "draft_sample_method", "draft_kind", "trainer"):
+    for name in ("not_ready", "draft_sample_method", "draft_kind", "trainer"):
         setattr(state, name, clean(getattr(state, name)))
     # One byte more than a checksum has: a longer one stays another than every release's.
     state.draft_sha256 = state.draft_sha256[:33]

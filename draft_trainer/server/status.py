@@ -142,7 +142,7 @@ class FleetView:
             self._note("server_back", server)
         first = not server.HasField("state")
         was_ready, drafted = not server.state.not_ready, drafts_wanted(server.state)
-        server.error, server.reachable, server.seen_at = "", True, time.time()
+        server.error, server.reachable = "", True
         server.state.CopyFrom(state)
         if was_ready and state.not_ready:
             self._note("server_not_ready", server, state.not_ready)
@@ -253,7 +253,6 @@ class Status:
             # Samples.
             run_id=run_id,
             samples_accepted=samples.get("accepted", 0),
-            samples_duplicate=samples.get("duplicate", 0),
             samples_refused=samples.get("refused", 0),
             refused_by_field=by_label(counters.samples_refused),
             samples_evicted=sum(evicted.values()) - evicted.get("unsaved", 0),
@@ -293,7 +292,6 @@ class Status:
             # Gate and fleet.
             verdicts=by_label(counters.verdicts),
             last_verdict=gate,
-            publishes=counters.fleet_events(),
             trial=None if trial is None else _trial_view(trial),
             measuring=promotion.measuring,
             servers=self._servers(drafted),

@@ -11,7 +11,7 @@ import grpc
 import torch
 
 from draft_trainer.config import CanaryConfig, PublishConfig
-from draft_trainer.counters import Counters
+from draft_trainer.counters import _FLEET_EVENTS, Counters, by_label
 from draft_trainer.releases.canary import AcceptanceWatch, Canary
 from draft_trainer.releases.fleet import Fleet
 from draft_trainer.releases.publisher import Publisher
@@ -26,6 +26,17 @@ RELEASES = 4
 
 # Seconds that nothing takes on a busy machine either.
 LONG = 25.0
+
+
+def fleet_events(counters: Counters) -> dict[str, int]:
+    """How often each event of ``published`` was counted, ``healed`` and ``not_healed`` too."""
+    found = {
+        event: by_label(getattr(counters, name)).get(label, 0)
+        for event, (name, label) in _FLEET_EVENTS.items()
+    }
+    found["healed"] = sum(by_label(counters.heals).values())
+    found["not_healed"] = sum(by_label(counters.heals_failed).values())
+    return {event: count for event, count in found.items() if count}
 
 
 class Rig:

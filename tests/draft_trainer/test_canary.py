@@ -16,7 +16,7 @@ from draft_trainer.releases import canary
 from draft_trainer.releases.client import RolloutClient
 from draft_trainer.releases.promotions import HISTORY_SECONDS, Batch
 from slipstream.errors import RefusedError, StatusCode
-from tests.draft_trainer.fleet_rig import LONG, Rig
+from tests.draft_trainer.fleet_rig import LONG, Rig, fleet_events
 
 GOOD, RUINED = [70, 50, 30], [2, 0, 0]
 """Accepted at each position of 100 drafts."""
@@ -52,7 +52,7 @@ def test_a_ruined_draft_that_was_forced_is_rolled_back(
     assert (now.promoted, now.pinned, now.live, now.good) == (0, False, 0, (0,))
     assert (now.intent, now.trial) == (None, None)
     assert ("canary_rolled_back", 2) in rig.events()
-    assert rig.counters.fleet_events()["canary_rolled_back"] == 1
+    assert fleet_events(rig.counters)["canary_rolled_back"] == 1
     line = rig.promotions.state.events.since(0)[-1].reason
     assert "draft 2: acceptance length 1.02" in line and "draft 0: acceptance length 2.50" in line
     assert all(list(d._state().staged) == [] for d in rig.doubles)
@@ -127,7 +127,7 @@ def test_no_traffic_is_no_verdict_and_the_trial_goes_on_when_traffic_comes(
     trial = rig.promotions.now.trial
     assert trial is not None and "too few verification steps" in trial.undecided
     assert rig.promotions.now.good == (0,) and rig.promotions.now.incumbent == 0
-    assert rig.counters.fleet_events()["canary_undecided"] == 1
+    assert fleet_events(rig.counters)["canary_undecided"] == 1
     assert not rig.publisher.settle(), "it is said once"
     rig.restart()
     assert rig.promotions.now.trial == trial

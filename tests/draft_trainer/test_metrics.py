@@ -14,7 +14,7 @@ from slipstream.errors import Refusals, StatusCode
 from slipstream.v1.console_pb2 import Diagnosis, TrialView
 from slipstream.v1.draft_trainer_pb2 import TrainerStatus
 from slipstream.v1.release_pb2 import GateFigures, Verdict
-from tests.draft_trainer.fleet_rig import Rig
+from tests.draft_trainer.fleet_rig import Rig, fleet_events
 from tests.draft_trainer.rig import Stream, make_config, request_of, rollouts, running
 from tests.scraping import Samples, of, scrape, value
 
@@ -65,7 +65,7 @@ def test_what_is_counted_is_exposed() -> None:
     counters.healed("other_version", True)
     counters.healed("not_ready", False)
     counters.stage_seconds.observe(0.2)
-    assert counters.fleet_events() == {
+    assert fleet_events(counters) == {
         **{"committed": 2, "policy_only": 1, "rolled_back": 1, "canary_rolled_back": 1},
         **{"interrupted": 1, "canary_promoted": 1, "canary_undecided": 1},
         **{"rolled_back_by_hand": 1, "healed": 1, "not_healed": 1},

@@ -11,7 +11,7 @@ import pytest
 from draft_trainer.config import PublishConfig
 from draft_trainer.releases.client import Failure
 from draft_trainer.releases.publisher import PublishResult
-from tests.draft_trainer.fleet_rig import LONG, Rig
+from tests.draft_trainer.fleet_rig import LONG, Rig, fleet_events
 from tests.waiting import until
 
 
@@ -40,7 +40,7 @@ def test_staging_failure_leaves_the_fleet_and_the_policy_goes_on(rig: Rig) -> No
     assert rig.served == [0, 0, 0]
     assert result.draft_version == 0
     assert all(o.error == "" and o.committed for o in result.outcomes.values())
-    assert rig.counters.fleet_events() == {"stage_failed": 1, "policy_only": 1}
+    assert fleet_events(rig.counters) == {"stage_failed": 1, "policy_only": 1}
     # The next sync tries again.
     rig.doubles[1].faults.stage = False
     rig.publisher.prepare()
@@ -65,7 +65,7 @@ def test_commit_failure_rolls_the_fleet_back_and_the_policy_is_committed(rig: Ri
         assert outcome.state is not None and outcome.state.draft_version == 0
     assert rig.doubles[2].commits() == [("draft-1", "policy-7"), ("policy-7",)]
     assert rig.promotions.now.good == (0,)
-    assert rig.counters.fleet_events() == {"rolled_back": 1}
+    assert fleet_events(rig.counters) == {"rolled_back": 1}
 
 
 def test_rolling_back_stages_the_last_good_release_where_the_server_cannot(rig: Rig) -> None:
@@ -105,7 +105,7 @@ def test_a_server_that_cannot_be_caught_up_is_no_roll_back(rig: Rig) -> None:
     assert outcome.committed and outcome.draft_committed and outcome.error == ""
     assert "draft-1 was not committed" in result.outcomes[bad.address].error
     assert (result.draft_version, rig.promotions.now.intent) == (1, None)
-    assert rig.counters.fleet_events() == {"committed": 1}
+    assert fleet_events(rig.counters) == {"committed": 1}
     assert rig.events() == [("committed", 1)]
 
 
@@ -117,7 +117,7 @@ def test_whole_fleet_away(rig: Rig) -> None:
     result = rig.publisher.complete(7, "policy-7")
     assert result.draft_version == 0
     assert all("UNAVAILABLE" in o.error and not o.committed for o in result.outcomes.values())
-    assert rig.counters.fleet_events() == {"policy_failed": 1}
+    assert fleet_events(rig.counters) == {"policy_failed": 1}
 
 
 def test_a_server_that_the_policy_could_not_be_staged_on_gets_the_draft(rig: Rig) -> None:

@@ -17,7 +17,7 @@ from draft_trainer.releases.commits import PublishResult
 from draft_trainer.releases.fleet import Members
 from slipstream.errors import RefusedError, StatusCode
 from tests.draft_trainer.fleet_double import RolloutDouble
-from tests.draft_trainer.fleet_rig import LONG, Rig
+from tests.draft_trainer.fleet_rig import LONG, Rig, fleet_events
 from tests.draft_trainer.registry_rig import flip_bit
 
 pytestmark = pytest.mark.usefixtures("no_backoff")
@@ -34,7 +34,7 @@ def test_server_that_restarts_gets_the_release_of_the_fleet(rig: Rig) -> None:
     assert rig.served == [2, 2, 2]
     rig.assert_live(2)
     assert rig.events() == [("committed", 2), ("healed", 2)]
-    assert rig.counters.fleet_events() == {"committed": 1, "healed": 1}
+    assert fleet_events(rig.counters) == {"committed": 1, "healed": 1}
 
 
 def test_a_fleet_that_restarts_as_a_whole_is_put_right_by_and_by(
@@ -82,7 +82,7 @@ def test_a_damaged_release_keeps_no_other_server_from_being_looked_after(
     rig.doubles[1].state.draft_version = 0
     rig.heal()
     assert ("Expect", ("1",)) in rig.doubles[1].calls, "it is not ready meanwhile"
-    assert rig.counters.fleet_events()["not_healed"] == 1
+    assert fleet_events(rig.counters)["not_healed"] == 1
     assert rig.counters.servers == {"known": 3, "reachable": 3, "ready": 2, "current": 2}
 
 
@@ -121,7 +121,7 @@ def test_server_that_cannot_be_healed_is_tried_less_and_less(
             tries.append(now[0])
         now[0] += 0.5
     assert tries[:5] == [100.0, 101.0, 103.0, 107.0, 115.0]
-    assert rig.counters.fleet_events()["not_healed"] == len(tries)
+    assert fleet_events(rig.counters)["not_healed"] == len(tries)
     rig.doubles[0].faults.stage = False
     now[0] += 60
     rig.heal()

@@ -59,11 +59,10 @@ def test_texts_of_a_rollout_server_are_bounded_and_on_one_line(
     """They reach outcomes, events, the log and the status page."""
     evil = "x\n\x1b[2J2026 ERROR forged" + "y" * 100_000
     rig.doubles[0].state.not_ready = evil
-    rig.doubles[0].state.model = evil
     rig.doubles[0].state.draft_kind = evil
     (state, *_) = rig.fleet.states().values()
     assert not isinstance(state, Failure)
-    for text in (state.not_ready, state.model, state.draft_kind):
+    for text in (state.not_ready, state.draft_kind):
         assert "forged" in text and len(text) < 1000 and text.isprintable()
     assert state.ByteSize() < 4096
     rig.heal()

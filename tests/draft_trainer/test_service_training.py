@@ -12,7 +12,7 @@ import grpc
 import pytest
 import torch
 
-from draft_trainer.counters import total
+from draft_trainer.counters import by_label, total
 from draft_trainer.drafters.policy import PolicyHeads
 from draft_trainer.training.economy import CoreSeconds, Decision
 from draft_trainer.training.learner import StepMetrics
@@ -34,6 +34,7 @@ from tests.draft_trainer.rig import (
     train,
     train_until_released,
 )
+from tests.waiting import until
 
 
 def test_trains_gates_releases_and_publishes_with_the_policy(tmp_path: Path) -> None:
@@ -121,11 +122,10 @@ def test_a_candidate_is_judged_in_time_however_many_steps_are_asked_for(tmp_path
 def test_publishing_on_promotion_needs_no_sync_window(tmp_path: Path) -> None:
     double = RolloutDouble()
     config = make_config(tmp_path, publish={"rollout_servers": [double.address], "on": "promotion"})
-    with feeding(config) as (_, client):
+    with feeding(config) as (server, client):
         version = train_until_released(client)
-        client.wait_for(
-            lambda s: s.publishes["committed"] and double.state.draft_version == version
-        )
+        until(lambda: double.state.draft_version == version)
+        until(lambda: "committed" in by_label(server._counters.publishes))
     double.stop()
 
 

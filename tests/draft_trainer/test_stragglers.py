@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from draft_trainer.config import CanaryConfig, PublishConfig
 from tests.draft_trainer.fleet_double import Faults, RolloutDouble
-from tests.draft_trainer.fleet_rig import LONG, Rig
+from tests.draft_trainer.fleet_rig import LONG, Rig, fleet_events
 from tests.waiting import until
 
 pytestmark = pytest.mark.usefixtures("no_backoff")
@@ -46,7 +46,7 @@ def test_enough_servers_make_a_release_live(quorum: Rig, phase: str) -> None:
     assert quorum.served == [1, 0, 1, 1]
     assert quorum.promotions.now.live == 1 and quorum.promotions.now.intent is None
     assert result.outcomes[straggler.address].error != ""
-    assert quorum.counters.fleet_events() == {"committed": 1}
+    assert fleet_events(quorum.counters) == {"committed": 1}
     until(lambda: told(straggler, 1))
     assert ready(quorum) == {1}
     assert straggler.state.not_ready == "serves draft 0, the fleet 1"

@@ -21,6 +21,7 @@ from examples.arithmetic_grpo.sampling import held_out_problems, prompt_ids
 from slipstream.client import open_channel
 from slipstream.v1 import release_pb2
 from slipstream.v1 import rollout_server_pb2 as pb
+from tests.draft_trainer.fleet_rig import fleet_events
 from tests.rollout_server.live import Live, until
 
 pytestmark = pytest.mark.vllm
@@ -89,7 +90,7 @@ def test_a_ruined_draft_that_was_forced_is_rolled_back_while_requests_run(
         assert guarded.publisher.promote(1, pin=True).draft_version == 1
         until(lambda: guarded.promotions.now.live == 0 and live.state().draft_version == 0, 240)
     assert live.drafts()[1] > before
-    assert guarded.counters.fleet_events()["canary_rolled_back"] == 1
+    assert fleet_events(guarded.counters)["canary_rolled_back"] == 1
     assert not guarded.promotions.now.pinned
     assert all(done == plain for done in rounds), "no request failed and no token differs"
 

@@ -280,7 +280,7 @@ async def plane(
         ContentStore(settings.model_dir, 1 << 24),
         settings,
         *(read_layout(settings.model_dir), AcceptanceTracker()),
-        *(lambda *_: None, pb.ServerState()),
+        lambda *_: None,
     )
     service.workers.close()
     return control, service
