@@ -46,6 +46,18 @@ def test_economics_has_the_committed_ratios_of_draft_length() -> None:
     assert f"the median of seven rounds, which differ by a factor of up to {spread:.1f}" in text
 
 
+def test_readme_says_in_words_what_the_committed_runs_measured() -> None:
+    text = " ".join(make_results.README.read_text(encoding="utf-8").split())
+    first = text.partition("## ")[0]
+    speeds = json.loads(make_results.DEMO.read_text())["figures"]["speed_over_no_speculation"]
+    for arm, words in (("adapted", " times as fast as without"), ("frozen", " times.")):
+        medians = [speed[arm]["median"] for speed in speeds.values()]
+        assert f"{min(medians):.2f} to {max(medians):.2f}{words}" in first
+    cells = json.loads((make_results.RESULTS / "draft_length.json").read_text())["cells"]
+    worst = min(statistics.median(cell["over_none"]) for cell in cells)
+    assert f"(at worst {worst:.2f} times the speed without drafts," in text
+
+
 @pytest.mark.parametrize("process", PROCESSES, ids=lambda p: p.title)
 def test_names_follow_the_convention(process: Process) -> None:
     names = [metric.name for metric in process.metrics]
