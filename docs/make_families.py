@@ -18,6 +18,12 @@ _HEAD = (
 )
 
 
+_NOTE = (
+    "\nNot looked up: a model with images, whose class needs torchvision here. Unknown class: vLLM "
+    "has none of that name.\n"
+)
+
+
 def row(family: str, found: Outcome) -> str:
     """One line of the table."""
     name = f"| {family} | `{FAMILIES[family][0]}` |"
@@ -50,7 +56,7 @@ def page() -> str:
         f"{row(family, outcome(family))} {eagle3_in_vllm(FAMILIES[family][0])} |\n"
         for family in FAMILIES
     ]
-    return before + _BEGIN + _HEAD + "".join(rows) + _END + after
+    return before + _BEGIN + _HEAD + "".join(rows) + _NOTE + _END + after
 
 
 if __name__ == "__main__":
