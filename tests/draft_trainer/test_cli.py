@@ -239,7 +239,7 @@ def test_unusable_files(tmp_path: Path, capsys: Capture) -> None:
     line = refused(capsys, "serve", "--config", str(tmp_path / "absent.toml"))
     assert "--config" in line and "No such file" in line
     line = serve(draft={"initial": str(tmp_path / "nothing")})
-    assert str(tmp_path / "nothing" / "model.safetensors") in line
+    assert f"{tmp_path / 'nothing'}: found no such folder" in line
     (tmp_path / "file").write_text("")
     line = serve(draft={"registry": str(tmp_path / "file" / "registry")})
     assert "draft.registry" in line and "Not a directory" in line

@@ -243,7 +243,7 @@ def test_what_the_command_is_given_is_checked_before_the_policy_is_loaded(
         (policy_dir, ("--prompts", prompts, "--endpoint", stopped), "start the server"),
         (policy_dir, (*rollouts, "--device", "gpu"), "--device: found gpu (Expected one of cpu"),
         (policy_dir, (*rollouts, "--device", "cuda:99"), "--device: found cuda:99 ("),
-        (tmp_path / "none", rollouts, "none/config.json: found"),
+        (tmp_path / "none", rollouts, "none: found no such folder, expected"),
         (draft_dir, rollouts, "so a draft"),
     ):
         given = ["record", "--policy", policy, "--out", tmp_path / "out", *options]
