@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -21,7 +18,7 @@ from examples.arithmetic_grpo.sampling import held_out_problems, prompt_ids, sam
 from examples.local_services import DRAFT_LENGTH
 from slipstream.v1 import release_pb2
 from tests.alignment.recorded import policy_heads, record
-from tests.draft_trainer.synthetic import logits_of
+from tests.draft_trainer.synthetic import logits_of, run_apart
 
 pytestmark = pytest.mark.vllm
 
@@ -86,12 +83,5 @@ def vllm_draft(
         "out": str(out),
         "k": DRAFT_LENGTH,
     }
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.alignment.vllm_draft", json.dumps(job)],
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
+    run_apart("tests.alignment.vllm_draft", job, 600)
     return load_file(out)

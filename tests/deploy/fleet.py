@@ -13,6 +13,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import grpc
+import pytest
 import torch
 
 from draft_trainer.drafters.eagle3.checkpoint import Eagle3
@@ -49,6 +50,16 @@ def start_ray() -> None:
         logging_level="ERROR",
         log_to_driver=False,
     )
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cluster() -> Iterator[None]:
+    """For a module that imports this."""
+    import ray
+
+    start_ray()
+    yield
+    ray.shutdown()
 
 
 class Kept:

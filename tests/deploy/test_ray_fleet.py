@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,12 +17,12 @@ from examples.arithmetic_grpo.processes import Services
 from rollout_server.cli import main as rollout_server
 from rollout_server.ray_fleet import FleetPlan, RayFleet, Report, write_members
 from tests.deploy.fleet import (
+    cluster,  # noqa: F401
     kept,
     memory_server,
     pids,
     second_release,
     served,
-    start_ray,
     trainer_of,
     wait_for,
 )
@@ -32,14 +31,6 @@ from tests.deploy.manifests import DEPLOY
 ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'slipstream-rl[ray]'")
 
 PATIENCE = 240.0
-
-
-@pytest.fixture(scope="module", autouse=True)
-def cluster() -> Iterator[None]:
-    """A local one."""
-    start_ray()
-    yield
-    ray.shutdown()
 
 
 def test_a_fleet_of_two_is_published_to_loses_one_and_heals(

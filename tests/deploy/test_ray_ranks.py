@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,21 +14,20 @@ from examples.arithmetic_grpo.processes import free_port
 from rollout_server import ray_ranks
 from rollout_server.ray_ranks import RanksPlan
 from slipstream.client import open_channel
-from tests.deploy.fleet import kept, memory_server, rank_pids, ranks_of, start_ray, wait_for
+from tests.deploy.fleet import (
+    cluster,  # noqa: F401
+    kept,
+    memory_server,
+    rank_pids,
+    ranks_of,
+    wait_for,
+)
 from tests.draft_trainer.rig import Client, train
 from tests.draft_trainer.test_cli import write_config
 
 ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'slipstream-rl[ray]'")
 
 PATIENCE = 240.0
-
-
-@pytest.fixture(scope="module", autouse=True)
-def cluster() -> Iterator[None]:
-    """A local one."""
-    start_ray()
-    yield
-    ray.shutdown()
 
 
 @pytest.fixture(autouse=True)

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -234,3 +238,16 @@ def learned(
     after = expected_acceptance(learner.snapshot(), samples, heads, draft_length, "probabilistic")
     assert len(after.accepted_per_position) == draft_length
     return after.acceptance_length - before.acceptance_length
+
+
+def run_apart(module: str, job: dict[str, Any], seconds: float) -> None:
+    """``python -m module JOB``: what vLLM leaves in a process does not stay in the test's."""
+    command = [sys.executable, "-m", module, json.dumps(job)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+
+
+def assert_near(ours: Tensor, theirs: Tensor) -> None:
+    """To 1e-5 of the largest value: float32 on both sides, other orders of summation."""
+    error = (ours - theirs).abs().max() / theirs.abs().max()
+    assert error < 1e-5, f"relative error {error:.2e}"

@@ -6,9 +6,6 @@ vLLM's class (``vllm_head``). Ours is compared as modules and through the unroll
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -25,11 +22,9 @@ from draft_trainer.drafters.eagle3.head import Eagle3Head
 from draft_trainer.drafters.rope import Rope
 from slipstream.errors import RefusedError
 from tests.draft_trainer.dense_head import dense_step
-from tests.draft_trainer.synthetic import logits_of
+from tests.draft_trainer.synthetic import assert_near, logits_of, run_apart
 
 WIDTH, VOCAB, TOKENS, START = 192, 128, 14, 200
-TOLERANCE = 1e-5
-"""Relative to the largest value; float32 on both sides, other orders of summation."""
 
 _BASE: dict[str, Any] = {
     "hidden_size": WIDTH,
@@ -156,20 +151,8 @@ def served(folder: Path, policy_dir: Path) -> dict[str, dict[str, Tensor]]:
         "drafts": [str(path) for path in drafts.values()],
         "inputs": str(inputs),
     }
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.draft_trainer.vllm_head", json.dumps(job)],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
+    run_apart("tests.draft_trainer.vllm_head", job, 300)
     return {name: load_file(f"{path}.safetensors") for name, path in drafts.items()}
-
-
-def _close(ours: Tensor, theirs: Tensor) -> None:
-    error = (ours - theirs).abs().max() / theirs.abs().max()
-    assert error < TOLERANCE, f"relative error {error:.2e}"
 
 
 @pytest.mark.parametrize("name", _VARIANTS)
@@ -185,13 +168,13 @@ def test_modules_equal_vllms(served: dict[str, dict[str, Tensor]], folder: Path,
         if head.embed_tokens is not None:
             embeds = head.embed_tokens(inputs["token_ids"])
         hidden = head.fuse(inputs["aux"][None, :, : head.fc.in_features])
-        _close(hidden[0], theirs["fused"])
+        assert_near(hidden[0], theirs["fused"])
         for step in range(2):
             given = embeds[None, step + 1 : TOKENS - 1 + step]
             output = dense_step(head, hidden, given, inputs["positions"][None] + step)
             logits, hidden = logits_of(head, output), head.feedback(output)
-            _close(logits[0], theirs[f"logits{step}"][:, columns])
-            _close(hidden[0], theirs[f"hidden{step}"])
+            assert_near(logits[0], theirs[f"logits{step}"][:, columns])
+            assert_near(hidden[0], theirs[f"hidden{step}"])
 
 
 @pytest.mark.parametrize("name", _UNROLLED)
@@ -206,7 +189,7 @@ def test_later_steps_equal_serving_one_chain(name: str) -> None:
     for step, output in enumerate(outputs):
         upto = anchor + 1 + step
         dense = dense_step(head, hidden, embeds[:, 1 : upto + 1], batch.positions[:, :upto])
-        _close(output[0, anchor], dense[0, -1])
+        assert_near(output[0, anchor], dense[0, -1])
         hidden = torch.cat([hidden, head.feedback(dense[:, -1:])], dim=1)
     sum(logits_of(head, output)[:, : anchor + 1].square().sum() for output in outputs).backward()
     for parameter_name, parameter in head.named_parameters():

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -16,11 +13,9 @@ from torch import Tensor
 from draft_trainer.drafters.batch import Batch
 from draft_trainer.drafters.mtp import Mtp, MtpConfig, MtpHead
 from draft_trainer.drafters.policy import PolicyHead
-from tests.draft_trainer.synthetic import QWEN, logits_of
+from tests.draft_trainer.synthetic import QWEN, assert_near, logits_of, run_apart
 
 WIDTH, VOCAB, TOKENS, STEPS, ANCHORS = 64, 128, 12, 4, (0, 1, 7)
-TOLERANCE = 1e-5
-"""Relative to the largest value; float32 on both sides, other orders of summation."""
 
 SIZES: dict[str, Any] = {
     "hidden_size": WIDTH,
@@ -115,20 +110,8 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Tens
         "drafts": [str(path) for path in releases.values()],
         "inputs": str(folder / "inputs.safetensors"),
     }
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.draft_trainer.vllm_head", json.dumps(job)],
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
+    run_apart("tests.draft_trainer.vllm_head", job, 280)
     return {name: load_file(f"{path}.safetensors") for name, path in releases.items()}
-
-
-def _close(ours: Tensor, theirs: Tensor) -> None:
-    error = (ours - theirs).abs().max() / theirs.abs().max()
-    assert error < TOLERANCE, f"relative error {error:.2e}"
 
 
 @pytest.mark.parametrize("first_anchor", [0, 1])
@@ -150,5 +133,5 @@ def test_steps_equal_vllms(
             for number, anchor in enumerate(ANCHORS):
                 if anchor >= first_anchor:
                     at = anchor - first_anchor
-                    _close(output[0, at], theirs["hidden"][number, step])
-                    _close(logits[0, at], theirs["logits"][number, step])
+                    assert_near(output[0, at], theirs["hidden"][number, step])
+                    assert_near(logits[0, at], theirs["logits"][number, step])

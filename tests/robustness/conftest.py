@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import pytest
@@ -50,27 +51,30 @@ class Rollout:
     stager: Stager
 
 
-@pytest.fixture(scope="package")
-def trainer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trainer]:
-    """Gives up on silent clients after ``PATIENCE``."""
-    process = start_trainer(tmp_path_factory.mktemp("trainer"), seconds=PATIENCE)
+@contextmanager
+def ended(process: Process) -> Iterator[Process]:
+    """Ends it, which has to go well."""
     try:
-        feeder = Feeder(process.health, DEADLINE)
-        yield Trainer(process, feeder)
-        feeder.close()
+        yield process
     finally:
         assert process.stop() == 0
     assert "Traceback" not in process.text, process.text
+
+
+@pytest.fixture(scope="package")
+def trainer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trainer]:
+    """Gives up on silent clients after ``PATIENCE``."""
+    with ended(start_trainer(tmp_path_factory.mktemp("trainer"), seconds=PATIENCE)) as process:
+        feeder = Feeder(process.health, DEADLINE)
+        yield Trainer(process, feeder)
+        feeder.close()
 
 
 @pytest.fixture(scope="package")
 def rollout(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rollout]:
     """Gives up on silent clients after ``PATIENCE``."""
-    process = start_rollout_server(tmp_path_factory.mktemp("rollout"), seconds=PATIENCE)
-    try:
+    started = start_rollout_server(tmp_path_factory.mktemp("rollout"), seconds=PATIENCE)
+    with ended(started) as process:
         stager = Stager(process.health, DEADLINE)
         yield Rollout(process, stager)
         stager.close()
-    finally:
-        assert process.stop() == 0
-    assert "Traceback" not in process.text, process.text

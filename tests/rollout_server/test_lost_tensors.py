@@ -16,7 +16,7 @@ from rollout_server.store import WeightSource
 from rollout_server.worker import _receive
 from slipstream.errors import RefusedError
 from tests.policy_bridge.families import make
-from tests.rollout_server.test_swap import _one_process, different
+from tests.rollout_server.test_swap import Drafts, _one_process, different
 
 # From 0.33 on, vLLM has a weight loader for the sinks.
 LOST = (
@@ -59,10 +59,7 @@ class Policy:
             self.model.load_weights(self.sources[0].weights())  # type: ignore[operator]
             process_weights_after_loading(self.model, self.model_config, torch.device("cpu"))
 
-    def current(self) -> Any:
-        from vllm.config import set_current_vllm_config
-
-        return set_current_vllm_config(self.config)
+    current = Drafts.current
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Parameters, and what every packed matrix gives."""
