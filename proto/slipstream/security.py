@@ -240,11 +240,6 @@ def certificate_names(auth_context: Mapping[str, Sequence[bytes]]) -> frozenset[
     return frozenset()
 
 
-def open_to_all() -> Access:
-    """Asks nothing of anybody: for loopback."""
-    return Access(None, TokenFiles({}, ""), {})
-
-
 def open_access(
     name: OptionName,
     host: str,

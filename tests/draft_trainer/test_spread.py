@@ -29,7 +29,7 @@ from rollout_server.control import DRAFT, Weights
 from rollout_server.store import ContentStore
 from rollout_server.upload import Upload
 from slipstream.client import Progress
-from slipstream.security import Access, ClientCredentials, Role, TokenFiles, open_to_all
+from slipstream.security import Access, ClientCredentials, Role, TokenFiles
 from slipstream.serving import SERVER_OPTIONS, LoopThread, Workers
 from slipstream.tensors import bytes_of, spec_of
 from slipstream.v1 import release_pb2
@@ -37,7 +37,7 @@ from slipstream.v1 import rollout_server_pb2 as pb
 from slipstream.v1 import rollout_server_pb2_grpc as pb_grpc
 from tests.draft_trainer.fleet_double import RolloutDouble
 from tests.draft_trainer.registry_rig import flip_bit
-from tests.draft_trainer.rig import DEADLINE, write_draft
+from tests.draft_trainer.rig import DEADLINE, open_to_all, write_draft
 from tests.draft_trainer.synthetic import head
 from tests.security.certificates import write_token
 

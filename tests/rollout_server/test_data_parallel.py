@@ -21,8 +21,8 @@ from rollout_server.reload import Change, Result
 from rollout_server.store import WeightSource
 from rollout_server.worker import _receive, slipstream_check_transfer
 from slipstream.errors import RefusedError
-from slipstream.security import open_to_all
 from slipstream.v1 import rollout_server_pb2 as pb
+from tests.draft_trainer.rig import open_to_all
 from tests.rollout_server.checkpoints import load, perturbed
 from tests.rollout_server.live import Live, prompts
 

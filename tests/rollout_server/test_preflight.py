@@ -20,8 +20,8 @@ from rollout_server.plugins import Settings
 from rollout_server.preflight import check_metrics, check_paths, check_port_free
 from rollout_server.served import SERVED
 from slipstream.errors import RefusedError
-from slipstream.security import open_to_all
 from slipstream.tensors import spec_of
+from tests.draft_trainer.rig import open_to_all
 from tests.rollout_server.checkpoints import load, write_draft
 from tests.rollout_server.test_served import plane
 

@@ -27,9 +27,9 @@ from rollout_server.store import ContentStore, WeightSource
 from rollout_server.upload import Upload
 from slipstream.checkpoints import TensorLayout, read_layout
 from slipstream.errors import RefusedError
-from slipstream.security import open_to_all
 from slipstream.tensors import digest_of_specs, spec_of
 from slipstream.v1 import rollout_server_pb2 as pb
+from tests.draft_trainer.rig import open_to_all
 from tests.policy_bridge.conftest import make_model
 
 MODEL = {"model_type": "qwen3_next", "hidden_size": 8, "num_hidden_layers": 2, "vocab_size": 16}

@@ -21,12 +21,11 @@ from rollout_server import service
 from rollout_server.control import MAX_STAGED
 from rollout_server.store import ContentStore, WeightSource
 from slipstream.client import TRAINER, open_channel, stage
-from slipstream.security import open_to_all
 from slipstream.serving import LoopThread
 from slipstream.tensors import spec_of
 from slipstream.v1 import rollout_server_pb2 as pb
 from slipstream.v1 import rollout_server_pb2_grpc as pb_grpc
-from tests.draft_trainer.rig import write_draft
+from tests.draft_trainer.rig import open_to_all, write_draft
 from tests.rollout_server.checkpoints import load
 
 SECONDS = 60.0
