@@ -7,7 +7,6 @@ a distribution named "vllm", which the CPU wheel is not.
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import multiprocessing
 import os
@@ -15,6 +14,7 @@ import signal
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields
 from importlib.metadata import entry_points
+from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -298,11 +298,7 @@ def _may_run_v2() -> bool:
     That runner captures decode graphs for the lengths in the schedule alone: without a 0 in it,
     steps with drafting off would run without. Runner V1 would give up full graphs for a schedule.
     """
-    return os.environ.get("VLLM_USE_V2_MODEL_RUNNER") != "0" and _has_package("triton")
-
-
-def _has_package(name: str) -> bool:
-    return importlib.util.find_spec(name) is not None
+    return os.environ.get("VLLM_USE_V2_MODEL_RUNNER") != "0" and find_spec("triton") is not None
 
 
 def _check_policy(folder: Path) -> None:

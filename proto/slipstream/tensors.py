@@ -196,13 +196,10 @@ class ChunkAssembler:
 
 
 def _spec_bytes(spec: tensor_pb2.TensorSpec) -> int:
-    _check_shape(tuple(spec.shape), spec.name)
+    if any(size < 0 for size in spec.shape):
+        field, expected = f"{spec.name}.shape", "sizes >= 0"
+        raise RefusedError(field, list(spec.shape), expected, "send the real shape")
     return math.prod(spec.shape) * dtype_from_wire(spec.dtype, spec.name).itemsize
-
-
-def _check_shape(shape: tuple[int, ...], field: str) -> None:
-    if any(size < 0 for size in shape):
-        raise RefusedError(f"{field}.shape", list(shape), "sizes >= 0", "send the real shape")
 
 
 SCHEMA_VERSION = 8

@@ -143,7 +143,7 @@ def test_every_length_in_use_is_named_so_that_graphs_are_captured(
 ) -> None:
     from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
 
-    monkeypatch.setattr(launch, "_has_package", lambda name: triton)
+    monkeypatch.setattr(launch, "find_spec", lambda name: triton or None)
     monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER", raising=False)
     options = ["--draft-length", "4", "--port", "0", "--control-port", "0"]
     args = launch.build_parser().parse_args(
