@@ -135,7 +135,6 @@ class ServerConfig(Section):
     max_sessions: Annotated[int, Field(ge=1, le=65536)] = 256
     max_calls: Annotated[int, Field(ge=1, le=256)] = 16
     calls_per_s: Annotated[float, Field(ge=1.0, allow_inf_nan=False)] = 500.0
-    max_message_bytes: Annotated[int, Field(ge=1 << 20, le=MAX_MESSAGE_BYTES)] = MAX_MESSAGE_BYTES
     message_timeout_s: Seconds = 30.0
     stream_idle_s: Annotated[float, Field(gt=0.0, le=86400.0, allow_inf_nan=False)] = 900.0
     keepalive_s: Annotated[float, Field(ge=1.0, le=3600.0, allow_inf_nan=False)] = 20.0

@@ -34,7 +34,7 @@ from slipstream.client import TRAINER
 from slipstream.errors import RefusedError, StatusCode, clean
 from slipstream.guard import CHUNK_MESSAGE_BYTES, Guard, Limit
 from slipstream.security import Access
-from slipstream.serving import GrpcServer, Workers
+from slipstream.serving import GrpcServer, Workers, header_of
 from slipstream.v1 import rollout_server_pb2 as pb
 from slipstream.v1 import rollout_server_pb2_grpc as pb_grpc
 
@@ -168,7 +168,7 @@ class RolloutService(pb_grpc.RolloutServerServicer):
         self, request_iterator: AsyncIterator[pb.StageRequest], context: Any
     ) -> AsyncIterator[pb.StageResponse]:
         start = time.perf_counter()
-        header = await _header(request_iterator)
+        header = header_of(await _next(request_iterator))
         kind = kind_of(header)
         self._control.check_claim(_trainer(context), claims=kind == DRAFT)
         if header.kind == pb.STAGE_KIND_POLICY_EXTERNAL:
@@ -347,18 +347,6 @@ def _trainer(context: Any) -> str:
         if key == TRAINER:
             return clean(str(value), 64)
     return ""
-
-
-async def _header(requests: AsyncIterator[pb.StageRequest]) -> pb.StageHeader:
-    first = await _next(requests)
-    if first is None or first.WhichOneof("kind") != "header":
-        raise RefusedError(
-            "kind",
-            "nothing" if first is None else first.WhichOneof("kind"),
-            "a header as the first message",
-            "send StageHeader first",
-        )
-    return first.header
 
 
 async def _next(

@@ -52,6 +52,7 @@ from draft_trainer.training.learner import Learner
 from draft_trainer.training.loop import TrainingLoop
 from draft_trainer.training.ranks import Ranks
 from draft_trainer.training.state import LearnerStates, head_facts
+from slipstream.client import MAX_MESSAGE_BYTES
 from slipstream.guard import Guard, Limit
 from slipstream.metrics import code_version
 from slipstream.serving import GrpcServer, LoopThread, Workers
@@ -314,13 +315,7 @@ class TrainerServer:
             message_seconds=server.message_timeout_s,
             calls_per_second=server.calls_per_s,
         )
-        self._grpc = GrpcServer(
-            guard,
-            self._access,
-            SERVICE,
-            max_message_bytes=server.max_message_bytes,
-            keepalive_s=server.keepalive_s,
-        )
+        self._grpc = GrpcServer(guard, self._access, SERVICE, keepalive_s=server.keepalive_s)
         pb_grpc.add_DraftTrainerServicer_to_server(self._service, self._grpc.grpc)
         return self._grpc.bind(server.host, server.port, "server.port")
 
@@ -358,7 +353,7 @@ def _max_tokens(config: TrainerConfig, head: Draft) -> int:
     """Longest sample: as configured, but in bf16 it must fit one message and the windows."""
     per_token = 2 * (len(head.config.aux_layer_ids) + 1) * head.config.target_hidden_size + 21
     server = config.server
-    largest = min(server.max_message_bytes, server.receive_window_bytes) - _MESSAGE_OVERHEAD
+    largest = min(MAX_MESSAGE_BYTES, server.receive_window_bytes) - _MESSAGE_OVERHEAD
     longest = min(config.server.max_tokens_per_sample, largest // per_token)
     if head.config.max_row_tokens is not None:
         longest = min(longest, head.config.max_row_tokens - config.training.ttt_steps + 1)

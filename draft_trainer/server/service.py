@@ -27,9 +27,10 @@ from draft_trainer.releases.publisher import Publisher, PublishResult
 from draft_trainer.releases.registry import Registry
 from draft_trainer.server.status import Status
 from draft_trainer.server.stream import StateStream
+from slipstream.client import MAX_MESSAGE_BYTES
 from slipstream.errors import RefusedError, StatusCode, clean
 from slipstream.guard import CHUNK_MESSAGE_BYTES, Limit
-from slipstream.serving import Workers, blocking
+from slipstream.serving import Workers, blocking, header_of, wrong_kind
 from slipstream.tensors import SCHEMA_VERSION, Framed, check_schema, chunks_of, unframe
 from slipstream.v1 import console_pb2, draft_trainer_pb2, tensor_pb2
 from slipstream.v1 import draft_trainer_pb2 as pb
@@ -63,7 +64,7 @@ def limits_of(config: ServerConfig) -> dict[str, Limit]:
     streams = config.max_streams + _STREAMS_BEYOND
     named = {
         # Parsed by hand: the payload stays out of protobuf.
-        "StreamStates": Limit(streams, config.max_message_bytes, parse=unframe),
+        "StreamStates": Limit(streams, MAX_MESSAGE_BYTES, parse=unframe),
         # Each holds the two matrices of its version until they are whole.
         "AnnouncePolicy": Limit(4, chunks, ANNOUNCE_SECONDS),
         "ImportRelease": Limit(1, chunks, IMPORT_SECONDS),
@@ -144,7 +145,8 @@ class DraftTrainerService(pb_grpc.DraftTrainerServicer):
         self, request_iterator: AsyncIterator[Framed], context: ServicerContext
     ) -> AsyncIterator[pb.StreamStatesResponse]:
         limits = self.config.server
-        header = await _header(request_iterator, lambda framed: framed.request)
+        first = await anext(request_iterator, None)
+        header = header_of(None if first is None else first.request)
         with self.runs.stream(header.session_id, limits.max_streams) as session:
             credit = await self.workers.run(self.ingest.credit_bytes, limits.receive_window_bytes)
             # Nothing is awaited from here until ``drain`` would find the stream.
@@ -179,7 +181,7 @@ class DraftTrainerService(pb_grpc.DraftTrainerServicer):
     async def AnnouncePolicy(
         self, request_iterator: AsyncIterator[pb.AnnouncePolicyRequest], context: ServicerContext
     ) -> pb.AnnouncePolicyResponse:
-        header = await _header(request_iterator)
+        header = header_of(await anext(request_iterator, None))
         run = self.runs.session(header.session_id).run
         chunks = _chunks(self._blocking(request_iterator))
         await self.workers.run(self._announce, run, header, chunks)
@@ -248,7 +250,7 @@ class DraftTrainerService(pb_grpc.DraftTrainerServicer):
     async def ImportRelease(
         self, request_iterator: AsyncIterator[pb.ImportReleaseRequest], context: ServicerContext
     ) -> pb.ImportReleaseResponse:
-        header = await _header(request_iterator)
+        header = header_of(await anext(request_iterator, None))
         check_text("origin", header.origin, MAX_ORIGIN_CHARACTERS)
         chunks = _chunks(self._blocking(request_iterator))
         return await self.workers.run(self.imports.take, header, chunks)
@@ -312,28 +314,12 @@ def check_text(name: str, text: str, most: int) -> None:
         )
 
 
-async def _header(requests: AsyncIterator[Any], request_of: Any = lambda item: item) -> Any:
-    """The first request's header. Raises RefusedError: it has none, or there is no request."""
-    item = await anext(requests, None)
-    request = None if item is None else request_of(item)
-    found = request.WhichOneof("kind") if request is not None else "the end of the stream"
-    if request is None or found != "header":
-        raise _wrong_kind("header", found)
-    return request.header
-
-
 def _chunks(requests: Iterator[Any]) -> Iterator[tensor_pb2.TensorChunk]:
     """The chunks of the other requests. Raises RefusedError where one is something else."""
     for request in requests:
         if request.WhichOneof("kind") != "chunk":
-            raise _wrong_kind("chunk", request.WhichOneof("kind"))
+            raise wrong_kind("chunk", request.WhichOneof("kind"))
         yield request.chunk
-
-
-def _wrong_kind(expected: str, found: str | None) -> RefusedError:
-    return RefusedError(
-        "kind", found or "nothing", expected, "send the header first, and only once"
-    )
 
 
 def result_message(published: PublishResult) -> pb.PublishResult:

@@ -32,7 +32,7 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from slipstream.client import MAX_MESSAGE_BYTES, OPTIONS, channel_options, join_address
+from slipstream.client import OPTIONS, channel_options, join_address
 from slipstream.errors import RefusedError, StatusCode, clean
 from slipstream.guard import Guard
 from slipstream.security import Access
@@ -70,13 +70,12 @@ SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
 )
 
 
-def server_options(max_message_bytes: int, keepalive_s: float) -> tuple[tuple[str, int], ...]:
-    """``SERVER_OPTIONS`` with another largest message, and another pause between pings.
+def server_options(keepalive_s: float) -> tuple[tuple[str, int], ...]:
+    """``SERVER_OPTIONS`` with another pause between pings.
 
     A client that is gone without a word is noticed after one and a half such pauses.
     """
     others = {
-        "grpc.max_receive_message_length": max_message_bytes,
         "grpc.keepalive_time_ms": round(1000 * keepalive_s),
         "grpc.keepalive_timeout_ms": round(500 * keepalive_s),
         "grpc.http2.ping_timeout_ms": round(500 * keepalive_s),
@@ -140,6 +139,21 @@ def blocking(requests: AsyncIterator[T], seconds: float) -> Iterator[T]:
             yield item
 
     return items()
+
+
+def header_of(request: Any) -> Any:
+    """The header in a call's first request. Raises RefusedError: none, or there is no request."""
+    found = "the end of the stream" if request is None else request.WhichOneof("kind")
+    if found != "header":
+        raise wrong_kind("header", found)
+    return request.header
+
+
+def wrong_kind(expected: str, found: str | None) -> RefusedError:
+    """A request that is not what comes now."""
+    return RefusedError(
+        "kind", found or "nothing", expected, "send the header first, and only once"
+    )
 
 
 class LoopThread:
@@ -210,14 +224,13 @@ class GrpcServer:
         service: str,
         more_health: Sequence[str] = (),
         *,
-        max_message_bytes: int = MAX_MESSAGE_BYTES,
         keepalive_s: float = 20.0,
     ) -> None:
         self._access = access
         self._names = ("", service)
         self.grpc = grpc.aio.server(
             interceptors=(guard,),
-            options=server_options(max_message_bytes, keepalive_s),
+            options=server_options(keepalive_s),
             maximum_concurrent_rpcs=MAX_CALLS,
         )
         self.health = Health((*self._names, *more_health))

@@ -10,7 +10,7 @@ import grpc
 import pytest
 
 from slipstream import serving
-from slipstream.client import open_channel
+from slipstream.client import MAX_MESSAGE_BYTES, open_channel
 from slipstream.security import ClientCredentials
 from slipstream.v1 import rollout_server_pb2 as pb
 from slipstream.v1 import rollout_server_pb2_grpc as pb_grpc
@@ -36,10 +36,10 @@ def test_a_call_on_a_closed_channel_is_an_error_and_no_crash(tmp_path: Path) -> 
 
 def test_every_option_of_a_server_is_given_once() -> None:
     """Of one that is given twice gRPC takes the first."""
-    given = serving.server_options(5, 4.0)
+    given = serving.server_options(4.0)
     assert len(given) == len(dict(given))
     found = dict(given)
-    assert found["grpc.max_receive_message_length"] == 5
+    assert found["grpc.max_receive_message_length"] == MAX_MESSAGE_BYTES
     assert found["grpc.keepalive_time_ms"] == 4000
     assert found["grpc.keepalive_timeout_ms"] == found["grpc.http2.ping_timeout_ms"] == 2000
 
@@ -89,7 +89,7 @@ def test_a_client_may_ping_as_often_as_it_likes() -> None:
     """gRPC's own client pings beyond keepalive, to measure the connection."""
 
     async def main() -> list[int]:
-        server = grpc.aio.server(options=serving.server_options(1 << 20, 20.0))
+        server = grpc.aio.server(options=serving.server_options(20.0))
         port = server.add_insecure_port("127.0.0.1:0")
         await server.start()
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
