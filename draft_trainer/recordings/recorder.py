@@ -12,9 +12,10 @@ import logging
 import os
 import re
 import threading
+import time
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import partial
 from itertools import accumulate
@@ -46,6 +47,8 @@ from slipstream.tensors import digest
 
 logger = logging.getLogger(__name__)
 DEFAULT_SHARD_BYTES = 256 << 20
+SUM_SECONDS = 60.0
+"""At least, between two sums of a directory that is full."""
 _NAME = re.compile(r"run-(\d{6,})")
 # Names that files have until they are whole.
 _PART = re.compile(
@@ -247,7 +250,7 @@ class Recorder:
             for folder in directory.iterdir():
                 if _NAME.fullmatch(folder.name):
                     _remove_parts(folder)
-            self._older_bytes = sum(p.stat().st_size for p in directory.rglob("*") if p.is_file())
+            self._sum_older()
         except OSError as error:
             raise RefusedError(
                 "recording.directory", error, "a folder that can be written", "set another"
@@ -300,6 +303,9 @@ class Recorder:
         except _FAILURES as error:
             # The thread goes on: a disk that is full now may have space for what comes later.
             logger.error("recorded states were not written: %s", str(error) or repr(error))
+            if self._writer is not None and not self._writer._directory.is_dir():
+                # Removed or moved away: the next sample begins another recording.
+                self._writer = None
             self._counters.recording_shed.labels("write_failed").inc(
                 before + samples - self._waiting
             )
@@ -325,12 +331,22 @@ class Recorder:
                 self._counters.recording_shed.labels("policy_forgotten").inc()
                 return
             size += sum(tensor.nbytes for tensor in head.tensors)
-        if self._older_bytes + writer.nbytes + size > self._config.capacity_bytes:
+        room = self._config.capacity_bytes - writer.nbytes - size
+        if self._older_bytes > room and time.monotonic() - self._summed_at >= SUM_SECONDS:
+            # Some may have been taken away since.
+            self._sum_older()
+        if self._older_bytes > room:
             self._counters.recording_shed.labels("capacity").inc()
             return
         if head is not None:
             writer.add_policy(head, self._lm_head_ids)
         writer.add(sample)
+
+    def _sum_older(self) -> None:
+        """Of all beside the recording that is being written. Raises OSError: that is gone."""
+        own = 0 if self._writer is None else _total(self._writer._directory.iterdir())
+        self._older_bytes = _total(self._directory.rglob("*")) - own
+        self._summed_at = time.monotonic()
 
     def _begin(self, run: Run) -> None:
         if self._writer is not None:
@@ -363,6 +379,10 @@ class Recorder:
     @property
     def _waiting(self) -> int:
         return 0 if self._writer is None else len(self._writer.waiting)
+
+
+def _total(paths: Iterable[Path]) -> int:
+    return sum(path.stat().st_size for path in paths if path.is_file())
 
 
 def _remove_parts(folder: Path) -> None:

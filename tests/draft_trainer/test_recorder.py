@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -126,6 +127,51 @@ def test_the_directory_is_bounded_over_restarts(tmp_path: Path) -> None:
     assert capacity / 2 < states <= capacity
     # Headers and the index, which are not counted in advance, are small.
     assert sum(p.stat().st_size for p in tmp_path.rglob("*.safetensors")) < capacity + 20_000
+
+
+def test_recordings_that_are_taken_away_make_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    samples = Policy().samples(60)
+    Rig(tmp_path, capacity_bytes=60_000).record(samples)
+    rig = Rig(tmp_path, capacity_bytes=60_000)
+
+    def record() -> None:
+        for sample in samples:
+            rig.recorder._guarded(partial(rig.recorder._record, rig.run, sample), 1)
+        rig.recorder._guarded(rig.recorder._flush)
+
+    record()
+    shutil.rmtree(tmp_path / "run-000000")
+    record()
+    # It is not looked for with every sample.
+    assert rig.counts() == (0, {"capacity": 120})
+    monkeypatch.setattr(recording_writer, "SUM_SECONDS", 0.0)
+    record()
+    recorded, shed = rig.counts()
+    assert 0 < recorded == len(Recording(tmp_path / "run-000001"))
+    assert shed == {"capacity": 180 - recorded}
+    # The one that it writes, which is full: a sample is lost, and the next begins another.
+    shutil.rmtree(tmp_path / "run-000001")
+    record()
+    assert len(Recording(tmp_path / "run-000000")) == recorded
+    assert rig.counts() == (2 * recorded, {"capacity": 239 - 2 * recorded, "write_failed": 1})
+
+
+def test_a_recording_that_is_taken_away_while_it_is_written_is_followed_by_another(
+    tmp_path: Path,
+) -> None:
+    rig = Rig(tmp_path)
+    samples = Policy().samples(20)
+    for number, sample in enumerate(samples):
+        if number == 2:
+            assert rig.counts() == (1, {})
+            shutil.rmtree(tmp_path / "run-000000")
+        rig.recorder._guarded(partial(rig.recorder._record, rig.run, sample), 1)
+    rig.recorder._guarded(rig.recorder._flush)
+    recorded, shed = rig.counts()
+    assert recorded == 1 + len(Recording(tmp_path / "run-000000")) > 1
+    assert shed == {"write_failed": 20 - recorded}
 
 
 def test_another_run_gets_another_recording(
