@@ -393,8 +393,8 @@ class PolicyBridge(AbstractContextManager["PolicyBridge"]):
         self._guard.synced(result.policy_version, session if snapshot is not None else None)
         if self._modules is not None:
             # Taken now: merging adapters inside the window is part of the sync.
-            self._weights.synced(self._modules.weights())
             self._modules.look_again()
+            self._weights.synced(self._modules.weights())
         if snapshot is not None and self._connection is not None:
             self._connection.offer_policy(snapshot)
 

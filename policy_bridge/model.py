@@ -193,7 +193,7 @@ class PolicyModules:
         final_norm: when set, its output is the final hidden state.
         form: what the policy does to lm_head's output.
         shards: every parameter of a policy that is spread over ranks (FSDP2), as this rank
-            holds it between steps; empty if it is not spread.
+            holds it between steps; empty if it is not spread. As of the last ``look_again``.
         noise: modules, and the attribute that says how random they are in train mode; as of the
             last ``look_again``.
         adapters: modules that have some, and say whether these are off; they were on then.
@@ -210,7 +210,7 @@ class PolicyModules:
     embed_shape: torch.Size
     final_norm: nn.Module | None
     form: LogitForm
-    shards: tuple[torch.Tensor, ...]
+    shards: list[torch.Tensor]
     noise: list[tuple[nn.Module, str]]
     adapters: list[Any]
     find_matrices: Callable[[], list[nn.Module]]
@@ -241,10 +241,11 @@ class PolicyModules:
         return self.head_shape[0]
 
     def look_again(self) -> None:
-        """Adapters may be put into the policy after the bridge was built.
-
-        A walk of the whole policy, which takes milliseconds: not in a step.
-        """
+        """Find what was put into the policy since. It takes milliseconds: not in a step."""
+        found = list(self.root.parameters())
+        # During a step some of the shards are not in their places: see ``weights``.
+        if self.shards and sum(map(is_sharded, found)) >= sum(map(is_sharded, self.shards)):
+            self.shards[:] = found
         self.noise[:], self.adapters[:] = _noise(self.policy), _adapters(self.policy)
 
     def check_exact(self) -> None:
@@ -423,7 +424,7 @@ def find_modules(
         embed_shape=cast(torch.Tensor, embed_tokens.weight).shape,
         final_norm=norm,
         form=form_of(inside[-1], logit_scale, logit_soft_cap),
-        shards=tuple(model.parameters()) if sharded else (),
+        shards=list(model.parameters()) if sharded else [],
         noise=list(_noise(inside[-1])),
         adapters=_adapters(inside[-1]),
         find_matrices=partial(_matrices, inside, paths),

@@ -350,3 +350,25 @@ def test_shards_that_are_written_without_a_step_have_moved(one_rank: None, write
     assert moved()
     model._apply(torch.clone)
     assert moved()
+
+
+@pytest.mark.parametrize("run", [False, True], ids=["at once", "after a pass"])
+def test_a_step_on_shards_that_were_assigned_after_the_bridge_was_built_is_seen(
+    one_rank: None, connect: Connect, run: bool
+) -> None:
+    """As ``load_state_dict(assign=True)`` of a resumed job leaves them."""
+    model, data = make_model(), batch((9, 7))
+    fully_shard(model)
+    bridge = connect(model=model)
+    given = {name: value.clone() for name, value in model.state_dict().items()}
+    model.load_state_dict(given, assign=True)
+    optimizer = torch.optim.AdamW(model.parameters())
+    sync(bridge, 1)
+    if run:
+        # It leaves gathered parameters in the places of the shards: those found last stay.
+        ship(bridge, model, data)
+        sync(bridge, 2)
+    model(data["input_ids"]).logits.sum().backward()
+    optimizer.step()
+    ship(bridge, model, data)
+    assert bridge.stats().shed == {"policy_moved": 2}
