@@ -213,7 +213,7 @@ class Capture:
 
         Raises:
             RefusedError: (to ``refuse``) no forward pass to describe, or shapes that do
-                not fit it.
+                not fit it. Other tokens than its own are found later.
         """
         if self._refused:
             self._tap.__exit__()

@@ -77,8 +77,10 @@ class Record:
         def floats(values: torch.Tensor | None) -> torch.Tensor | None:
             return None if values is None else values.to("cpu", torch.float32, copy=True)
 
+        ids = self.states.ids
         record = replace(
             self,
+            states=replace(self.states, ids=None if ids is None else ids.to("cpu", torch.int32)),
             spans=spans_of(self.attention_mask, self.position_ids, (shape[0], shape[1])),
             # Copies in any case: the loop may write into its own before the samples are written.
             token_ids=self.token_ids.to("cpu", torch.int32, copy=True),
@@ -116,9 +118,10 @@ class Record:
             return values[row : row + 1, columns].clone()
 
         aux, final = tuple(map(cut, self.states.aux)), cut(self.states.final)
+        versions = (0,) * (len(aux) + 1)
         return replace(
             self,
-            states=replace(self.states, aux=aux, final=final, versions=(0,) * (len(aux) + 1)),
+            states=replace(self.states, aux=aux, final=final, versions=versions, ids=None),
             token_ids=cut(self.token_ids),
             loss_mask=cut(self.loss_mask),
             logprobs=None if self.logprobs is None else cut(self.logprobs),
@@ -179,13 +182,21 @@ def _origins(record: Record) -> dict[tuple[int, int], tuple[bytes, int | None]]:
 
 
 def check_tokens(record: Record, vocab_size: int) -> None:
-    """Raise RefusedError where the tokens of a sequence are none of the policy's."""
+    """Raise RefusedError where the tokens of a sequence are none of the policy's, or of the pass's.
+
+    Padding may differ. A pass that was given no token ids is not compared.
+    """
+    ran = record.states.ids
     for span in record.spans:
         tokens = record.token_ids[span.row, span.start : span.end]
         least, most = int(tokens.min()), int(tokens.max())
         if least < 0 or most >= vocab_size:
             found, expected = f"{least} to {most}", f"0 to {vocab_size - 1}"
             step = "pass the ids that the model was given, not labels, and mark what is padding"
+            raise RefusedError("input_ids", found, expected, step)
+        if ran is not None and not torch.equal(tokens, ran[span.row, span.start : span.end]):
+            found, expected = f"other tokens in row {span.row}", "those of the pass"
+            step = "ship a pass before the next one runs, its rows in the order in which they ran"
             raise RefusedError("input_ids", found, expected, step)
 
 

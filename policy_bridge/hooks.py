@@ -87,6 +87,7 @@ class ForwardStates:
         returned, head: some of the logits that the model and its lm_head returned, where they were
             asked for; copied before the loop can write into them.
         picked: float32 [B, S], the logits of the pass's own tokens, where they were asked for.
+        ids: whole numbers [B, S], a copy of what the decoder was given, if it was token ids.
     """
 
     aux: tuple[torch.Tensor, ...]
@@ -98,6 +99,7 @@ class ForwardStates:
     returned: ReturnedLogits | None = None
     head: ReturnedLogits | None = None
     picked: torch.Tensor | None = None
+    ids: torch.Tensor | None = None
 
     def check_unwritten(self) -> None:
         """Raise RefusedError if the model wrote into a state after it was captured."""
@@ -215,9 +217,19 @@ class ForwardTap:
             return
         self._end(final, logits.dtype, logits.detach())
 
-    def _picked(self, logits: torch.Tensor) -> torch.Tensor | None:
+    def _own_ids(self, shape: torch.Size) -> torch.Tensor | None:
         ids = self._ids
-        if self._pick is None or not isinstance(ids, torch.Tensor) or ids.is_floating_point():
+        if not isinstance(ids, torch.Tensor) or ids.is_floating_point() or ids.shape != shape:
+            return None
+        try:
+            # A copy: the loop may write the next pass's ids into the same memory.
+            return None if is_sharded(ids) else ids.clone()
+        except torch.OutOfMemoryError:
+            # As in ``_some_of``: this pass is not compared.
+            return None
+
+    def _picked(self, logits: torch.Tensor, ids: torch.Tensor | None) -> torch.Tensor | None:
+        if self._pick is None or ids is None:
             return None
         if is_sharded(logits) or ids.shape != logits.shape[:2]:
             return None
@@ -251,10 +263,11 @@ class ForwardTap:
         self._open = None
         states, versions = zip(*kept, strict=True)
         logits_version = 0 if logits is None else version_of(logits)
+        ids = self._own_ids(final.shape[:2])
         head = picked = None
         if logits is not None:
             head = _some_of(logits, final) if self._returned else None
-            picked = self._picked(logits)
+            picked = self._picked(logits, ids)
         self._last = ForwardStates(
             states[:-1],
             states[-1],
@@ -264,6 +277,7 @@ class ForwardTap:
             logits_version,
             head=head,
             picked=picked,
+            ids=ids,
         )
         self._just_ended = True
 

@@ -13,6 +13,7 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks
 from transformers import Qwen3ForCausalLM
 
 from policy_bridge.capture import NullCapture
+from policy_bridge.copier import Copier
 from policy_bridge.model import WeightWatch
 from slipstream.errors import RefusedError
 from slipstream.sampling import sampling_of
@@ -235,6 +236,41 @@ def test_bad_calls_are_refused_by_field(trainer: FakeTrainer, connect: Connect) 
         capture.ship(data["input_ids"][:, :1], loss_mask=data["loss_mask"][:, :1])
     with pytest.raises(RefusedError, match="temperature"):
         bridge.capture(temperature=0.0)
+
+
+@pytest.mark.parametrize("copier", [False, True], ids=["host", "device"])
+@pytest.mark.parametrize("training", [False, True])
+def test_rows_in_another_order_than_the_pass_had_are_refused(
+    side: Copier, copier: bool, training: bool
+) -> None:
+    model, data, refused = make_model(), batch((9, 5, 9)), []
+    windows = Windows(model)
+    changes = {"copier": side} if copier else {}
+    order = torch.tensor([2, 1, 0])
+    with windows.open(refuse=refused.append, training=training, **changes) as capture:
+        model(data["input_ids"][order], attention_mask=data["attention_mask"][order])
+        capture.ship(**data)
+    assert side.wait_idle(DEADLINE)
+    assert [(one.field, one.found) for one in refused] == [("input_ids", "other tokens in row 0")]
+    assert not windows.samples
+
+
+@pytest.mark.parametrize("how", ["padding", "overwritten", "embeddings"])
+def test_tokens_that_are_not_of_a_sequence_or_not_seen_are_not_compared(how: str) -> None:
+    model, data = make_model(), batch((9, 5, 9))
+    windows, ids = Windows(model), data["input_ids"].clone()
+    with torch.no_grad(), windows.open() as capture:
+        if how == "padding":
+            ids.masked_fill_(data["attention_mask"] == 0, 7)
+        if how == "embeddings":
+            given = {"inputs_embeds": model.model.embed_tokens(ids)}
+        else:
+            given = {"input_ids": ids}
+        model(**given, attention_mask=data["attention_mask"])
+        if how == "overwritten":
+            ids.zero_()  # as where every pass has the same memory
+        capture.ship(**data)
+    assert len(windows.samples) == 3
 
 
 def test_log_probs_that_are_not_finite_are_shed_and_counted(
