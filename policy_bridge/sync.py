@@ -6,7 +6,7 @@ an error to the caller, because training on rollouts of a stale policy would go 
 exceptions: a push is left to the next window where the trainer, which alone knows the servers, was
 not reached yet; with ``skip_unreachable_servers`` a server that cannot be reached is left out and
 counted; and so are, always, one that joins and is not ready for this version yet, and one that the
-trainer no longer lists and that does not answer.
+trainer no longer lists and that does not take it.
 """
 
 from __future__ import annotations
@@ -204,15 +204,17 @@ class SyncWindow:
         if not transfer_update:
             # A list may lack a server for a moment, while it is slow to answer and generates.
             self.servers = [*self.servers, *sorted(members - named)]
+        self._named = named
         errors = self.fleet.stage(self.servers, self._stage_id, version, made, transfer_update)
         # The first push finds servers that can never be reached. Later the trainer may name one
         # that still loads its model, and one that it names no more may be gone.
         errors = self._without_unreachable(errors, named ^ members if members else ())
-        self._named = named
         self._so_far = replace(
             self._so_far, policy_pushed=True, stage_seconds=time.monotonic() - started
         )
         if errors:
+            # One that is not listed is asked once: it may be a listed one by its former name.
+            self.fleet.members &= named
             self._push_error = PolicySyncError("staged", _texts(errors), self._so_far)
             raise self._push_error
 
@@ -315,10 +317,15 @@ class SyncWindow:
     def _without_unreachable(self, errors: Errors, joins: Collection[str] = ()) -> Errors:
         """``errors`` but for servers that are left out from now on; all of them if none is left.
 
-        Those in ``joins`` are left out in any case.
+        Those in ``joins`` are left out in any case; one that is not listed also if it refuses: it
+        may serve another experiment by now.
         """
-        skips = self.config.skip_unreachable_servers
-        gone = {a: e for a, e in errors.items() if (skips or a in joins) and _unreachable(e)}
+        skips, named = self.config.skip_unreachable_servers, self._named
+        gone = {
+            address: error
+            for address, error in errors.items()
+            if address not in named or ((skips or address in joins) and _unreachable(error))
+        }
         left = [address for address in self.servers if address not in gone]
         # ``send`` would wait for ever for one that is left out.
         if not left or self._send is not None:

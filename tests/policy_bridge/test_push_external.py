@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -93,3 +94,29 @@ def test_other_servers_than_at_the_last_transfer_are_refused_once(
             window.push_external({}, lambda version=version: sent.append(version))  # type: ignore[misc]
     assert sent == [1, 2, 3]
     assert [double.policy_version for double, _ in rollouts] == [3, 3]
+
+
+def test_what_vllm_receives_is_sent_while_the_servers_commit(
+    trainer: FakeTrainer, connect: Connect, rollouts: Rollouts
+) -> None:
+    """Every commit waits for the weights, and the weights for every commit."""
+    receiving = threading.Barrier(len(rollouts) + 1)
+    for double, _ in rollouts:
+        commit = double.commit
+
+        def received(stage_ids: list[str], commit: Any = commit) -> rollout_pb.ServerState:
+            receiving.wait(DEADLINE)
+            return commit(stage_ids)  # type: ignore[no-any-return]
+
+        double.commit = received  # type: ignore[method-assign]
+    bridge = connect(rollout_servers=addresses(rollouts), sync_seconds=0.2)
+    with bridge.sync(6) as window:
+        window.push_external({"names": ["w"]}, lambda: receiving.wait(DEADLINE))
+        assert [list(double.updates.values()) for double, _ in rollouts] == [
+            ['{"names": ["w"]}']
+        ] * 2
+        with pytest.raises(RefusedError, match=r"push_policy.*one per window"):
+            window.push_policy()
+    assert window.result is not None and window.result.policy_pushed
+    assert [double.policy_version for double, _ in rollouts] == [6, 6]
+    assert all(double.live == {} for double, _ in rollouts)

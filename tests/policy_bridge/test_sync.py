@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import pickle
-import threading
-from typing import Any
 
 import pytest
 import torch
@@ -16,7 +14,6 @@ from policy_bridge.stats import SyncResult
 from policy_bridge.sync import policy_tensors
 from slipstream.errors import RefusedError
 from slipstream.v1 import draft_trainer_pb2 as pb
-from slipstream.v1 import rollout_server_pb2 as rollout_pb
 
 from .conftest import Connect, Rollouts, addresses, batch, deliver, make_model, ship
 from .doubles import DEADLINE, BlackHole, FakeTrainer
@@ -105,17 +102,38 @@ def test_servers_that_join_get_the_policy_and_those_that_left_once_more(
     assert [double.policy_version for double, _ in rollouts] == [5, 5]
 
 
-def test_a_server_that_left_the_list_and_is_gone_is_left_out_once(
-    trainer: FakeTrainer, connect: Connect, rollouts: Rollouts
+@pytest.mark.parametrize("how", ["is gone", "Stage", "Commit"])
+def test_a_server_that_left_the_list_and_does_not_take_the_policy_is_left_out_once(
+    trainer: FakeTrainer, connect: Connect, rollouts: Rollouts, how: str
 ) -> None:
-    (double, first), (_, second) = rollouts
+    (double, first), (other, second) = rollouts
     trainer.rollout_servers = addresses(rollouts)
     bridge = connect()
     push(bridge, 1)
     trainer.rollout_servers = (first.address,)
-    second.kill()
+    if how == "is gone":
+        second.kill()
+    else:
+        other.fail.add(how)  # as one that serves another experiment
     assert set(push(bridge, 2).left_out) == {second.address}
     assert push(bridge, 3).left_out == {} and double.policy_version == 3
+
+
+def test_a_server_that_left_the_list_is_asked_once_also_where_that_sync_fails(
+    trainer: FakeTrainer, connect: Connect, rollouts: Rollouts
+) -> None:
+    """One that got another name has no room for the policy twice."""
+    (_, former), (double, renamed) = rollouts
+    trainer.rollout_servers = (former.address,)
+    bridge = connect()
+    push(bridge, 1)
+    trainer.rollout_servers = (renamed.address,)
+    double.fail.add("Stage")
+    with pytest.raises(PolicySyncError, match="a switch"):
+        push(bridge, 2)
+    double.fail.clear()
+    assert push(bridge, 3).left_out == {}
+    assert bridge._fleet._channels.keys() == {renamed.address}
 
 
 @pytest.mark.parametrize("skips", [False, True])
@@ -459,29 +477,3 @@ def test_policy_tensors_cast_floats_and_send_tied_ones_once() -> None:
         "empty": torch.bfloat16,
     }
     assert policy_tensors(given, "")["w"].dtype == torch.float32
-
-
-def test_what_vllm_receives_is_sent_while_the_servers_commit(
-    trainer: FakeTrainer, connect: Connect, rollouts: Rollouts
-) -> None:
-    """Every commit waits for the weights, and the weights for every commit."""
-    receiving = threading.Barrier(len(rollouts) + 1)
-    for double, _ in rollouts:
-        commit = double.commit
-
-        def received(stage_ids: list[str], commit: Any = commit) -> rollout_pb.ServerState:
-            receiving.wait(DEADLINE)
-            return commit(stage_ids)  # type: ignore[no-any-return]
-
-        double.commit = received  # type: ignore[method-assign]
-    bridge = connect(rollout_servers=addresses(rollouts), sync_seconds=0.2)
-    with bridge.sync(6) as window:
-        window.push_external({"names": ["w"]}, lambda: receiving.wait(DEADLINE))
-        assert [list(double.updates.values()) for double, _ in rollouts] == [
-            ['{"names": ["w"]}']
-        ] * 2
-        with pytest.raises(RefusedError, match=r"push_policy.*one per window"):
-            window.push_policy()
-    assert window.result is not None and window.result.policy_pushed
-    assert [double.policy_version for double, _ in rollouts] == [6, 6]
-    assert all(double.live == {} for double, _ in rollouts)
