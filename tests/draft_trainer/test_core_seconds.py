@@ -79,7 +79,7 @@ def test_servers_that_a_person_switched_off_do_not_say_what_pays() -> None:
             loop.economy.served(address, off)
         # Of two servers that draft a share of 1.1 / 3; where none pays, what lies beyond 2.
         share = 1 - 2.0 / 3.0 if wanted else 1.1 / 3.0
-        assert loop.economy._saved_share(1.9, 1.1) == pytest.approx(share)
+        assert loop.economy._saved_share(1.9, 1.1, 3.0) == pytest.approx(share)
 
 
 def test_a_server_that_drafts_nothing_needs_no_report_from_before() -> None:
@@ -87,7 +87,7 @@ def test_a_server_that_drafts_nothing_needs_no_report_from_before() -> None:
     loop = Loop()
     loop.judge(3.0, 3.0, released=True)
     loop.economy.served("a", ServerState(engine_seconds=1.0, speculation_wanted=True))
-    assert loop.economy._saved_share(2.0, 1.0) == pytest.approx(1 / 3)
+    assert loop.economy._saved_share(2.0, 1.0, 3.0) == pytest.approx(1 / 3)
     assert loop.economy._speed_ups == {"a": 1.0}
 
 
