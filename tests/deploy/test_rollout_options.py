@@ -43,7 +43,7 @@ def test_a_fleet_may_listen_where_ray_places_it(capsys: pytest.CaptureFixture[st
     with pytest.raises(SystemExit):
         cli.main(["--help"])
     told = re.sub(r"\\\n\s*", "", capsys.readouterr().out)
-    commands = re.findall(r"rollout-server fleet .*?(?=   )", told)
+    commands = re.findall(r"rollout-server fleet .*", told)
     for command in (job["spec"]["entrypoint"], *commands):
         options, serve = fleet_parser().parse_known_args(shlex.split(command)[2:])
         host = options.host or "10.0.0.11"
