@@ -135,8 +135,10 @@ def validated(model: type[M], raw: Mapping[str, object], folder: Path | None = N
         first, *others = error.errors(include_url=False, include_context=True)
         key, found, expected, next_step = _problem(model, first)
         if others:
-            unknown = "unknown key: ", "also wrong: "
-            told = [unknown[one["type"] != "extra_forbidden"] + _key(one) for one in others]
+            told = []
+            for other in others:
+                unknown = other["type"] == "extra_forbidden"
+                told.append(("unknown key: " if unknown else "also wrong: ") + _key(other))
             next_step += f" ({', '.join(told)})"
         raise RefusedError(key, found, expected, next_step) from None
 

@@ -105,7 +105,9 @@ class Record:
         except (OSError, ValueError, RuntimeError) as error:
             first = str(error).strip().partition("\n")[0]
             expected = "a causal language model that transformers loads there"
-            next_step = "give its folder as save_pretrained writes it, and a --device with room"
+            next_step = (
+                "give its folder as save_pretrained writes it, and a --device with enough memory"
+            )
             raise RefusedError("--policy", f"{folder} ({first})", expected, next_step) from error
         done = 0
         with (

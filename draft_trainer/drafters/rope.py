@@ -41,7 +41,6 @@ _POLICY_KINDS = (
 )
 """Kinds that vLLM serves policies with, and no draft has."""
 
-_POLICY_PARAMETERS = ("llama_4_scaling_beta",)
 _MROPE = ("mrope_section", "mrope_interleaved")
 _refuse = Refuse("config.json", "use a draft with a rope that is listed here")
 
@@ -136,7 +135,7 @@ class Rope:
         if isinstance(full := given.get("full_attention"), Mapping):
             policy, given, told = {**policy, field: full}, full, "rope of the full-attention layers"
         kind = given.get("rope_type", given.get("type"))
-        if kind not in _POLICY_KINDS and not given.keys() & {*_POLICY_PARAMETERS}:
+        if kind not in _POLICY_KINDS and "llama_4_scaling_beta" not in given:
             return cls.of_policy(policy), told
         bases = [part["rope_theta"] for part in (given, policy) if part.get("rope_theta")]
         base = {"rope_theta": bases[0] if bases else cls.theta}

@@ -99,7 +99,7 @@ class RecordingWriter:
             facts.hidden_size, facts.vocab_size, facts.aux_layer_ids, max_tokens=1 << 31
         )
         self.nbytes = 0
-        self._directory = directory
+        self.directory = directory
         self._shard_bytes = shard_bytes
         self.waiting: list[Sample] = []
         self._waiting_bytes = 0
@@ -176,7 +176,7 @@ class RecordingWriter:
             "blocks": torch.cat([sample.block[: sample.nbytes] for sample in samples]),
             "block_ends": torch.tensor(list(accumulate(sample.nbytes for sample in samples))),
         }
-        with written_whole(self._directory / name) as temporary:
+        with written_whole(self.directory / name) as temporary:
             save_file(tensors, temporary)
             with temporary.open("rb") as file:
                 sha256 = hashlib.file_digest(file, "sha256").hexdigest()
@@ -194,7 +194,7 @@ class RecordingWriter:
 
     def _write_matrix(self, matrix: Tensor) -> str:
         sha256 = digest(matrix).hex()
-        path = self._directory / matrix_file(sha256)
+        path = self.directory / matrix_file(sha256)
         if not path.exists():
             with written_whole(path) as temporary:
                 save_file({"weight": matrix.detach().cpu().contiguous()}, temporary)
@@ -203,7 +203,7 @@ class RecordingWriter:
 
     def _replace_index(self, **changes: object) -> None:
         index = self.index.model_copy(update=changes)
-        with written_whole(self._directory / INDEX_FILE) as temporary:
+        with written_whole(self.directory / INDEX_FILE) as temporary:
             temporary.write_text(index.model_dump_json(indent=2) + "\n", encoding="utf-8")
         self.index = index
 
@@ -303,7 +303,7 @@ class Recorder:
         except _FAILURES as error:
             # The thread goes on: a disk that is full now may have space for what comes later.
             logger.error("recorded states were not written: %s", str(error) or repr(error))
-            if self._writer is not None and not self._writer._directory.is_dir():
+            if self._writer is not None and not self._writer.directory.is_dir():
                 # Removed or moved away: the next sample begins another recording.
                 self._writer = None
             self._counters.recording_shed.labels("write_failed").inc(
@@ -331,11 +331,11 @@ class Recorder:
                 self._counters.recording_shed.labels("policy_forgotten").inc()
                 return
             size += sum(tensor.nbytes for tensor in head.tensors)
-        room = self._config.capacity_bytes - writer.nbytes - size
-        if self._older_bytes > room and time.monotonic() - self._summed_at >= SUM_SECONDS:
+        most = self._config.capacity_bytes - writer.nbytes - size
+        if self._older_bytes > most and time.monotonic() - self._summed_at >= SUM_SECONDS:
             # Some may have been taken away since.
             self._sum_older()
-        if self._older_bytes > room:
+        if self._older_bytes > most:
             self._counters.recording_shed.labels("capacity").inc()
             return
         if head is not None:
@@ -344,7 +344,7 @@ class Recorder:
 
     def _sum_older(self) -> None:
         """Of all beside the recording that is being written. Raises OSError: that is gone."""
-        own = 0 if self._writer is None else _total(self._writer._directory.iterdir())
+        own = 0 if self._writer is None else _total(self._writer.directory.iterdir())
         self._older_bytes = _total(self._directory.rglob("*")) - own
         self._summed_at = time.monotonic()
 

@@ -122,7 +122,7 @@ def test_a_server_that_left_the_list_and_does_not_take_the_policy_is_left_out_on
 def test_a_server_that_left_the_list_is_asked_once_also_where_that_sync_fails(
     trainer: FakeTrainer, connect: Connect, rollouts: Rollouts
 ) -> None:
-    """One that got another name has no room for the policy twice."""
+    """One that got another name has no memory for the policy twice."""
     (_, former), (double, renamed) = rollouts
     trainer.rollout_servers = (former.address,)
     bridge = connect()
