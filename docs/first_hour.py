@@ -26,8 +26,8 @@ from examples.arithmetic_grpo.processes import Service, Services
 ROOT = Path(__file__).resolve().parents[1]
 TUTORIAL = ROOT / "docs" / "tutorial.md"
 OUT = ROOT / "docs" / "first_hour.md"
-READY_SECONDS = 200.0
-COMMAND_SECONDS = 280.0
+READY_SECONDS = 600.0
+COMMAND_SECONDS = 600.0
 SETUP_SECONDS = 1800.0
 SAID_LINES = 12
 SAID_COLUMNS = 110
