@@ -79,7 +79,7 @@ class Capture:
     half of ``device_bytes`` are thinned out before: of them only copies of what the budget would
     pick so far are kept, until the next passes or the end. With ``forwards`` known, each pass gets
     its share of what is left and its device memory is let go at once. Passes with the adapters of
-    PEFT off, as of a reference, are passed over.
+    PEFT off, or with others than at the last sync, as of a reference, are passed over.
 
     With ``training`` the passes are those that the loss is computed of: ones without gradients
     (evaluation) are passed over, what checkpointing runs again inside backward is no pass, and
@@ -226,7 +226,7 @@ class Capture:
                 found = "no complete forward pass since the last ship"
                 step = (
                     "call the model first; set modules.final_norm if the loss is fused; compile "
-                    "the layers, not the model; a pass with the adapters off is none"
+                    "the layers, not the model; a pass with the adapters off, or others on, is none"
                 )
                 if self.training:
                     step += "; a pass under no_grad is none in a window with training=True"

@@ -192,8 +192,11 @@ class ForwardTap:
             # The graph keeps what it traces here, also after the hooks are gone.
             self.traced, self._open = True, None
             return
-        # With its adapters off it runs as a reference.
-        other = any(module.disable_adapters for module in self._modules.adapters)
+        # With its adapters off, or others on, it runs as a reference.
+        other = any(
+            module.disable_adapters or module.active_adapters != names
+            for module, names in self._modules.adapters
+        )
         other = other or (self._training and not torch.is_grad_enabled())
         self._open = None if other else {}
         self._ids = kwargs.get("input_ids", args[0] if args else None)

@@ -196,7 +196,8 @@ class PolicyModules:
             holds it between steps; empty if it is not spread. As of the last ``look_again``.
         noise: modules, and the attribute that says how random they are in train mode; as of the
             last ``look_again``.
-        adapters: modules that have some, and say whether these are off; they were on then.
+        adapters: modules that have some, which were on, and the names of the active ones; as of the
+            last ``look_again``.
         find_matrices: looks for lm_head and the embeddings again.
     """
 
@@ -212,7 +213,7 @@ class PolicyModules:
     form: LogitForm
     shards: list[torch.Tensor]
     noise: list[tuple[nn.Module, str]]
-    adapters: list[Any]
+    adapters: list[tuple[Any, list[str]]]
     find_matrices: Callable[[], list[nn.Module]]
 
     @property
@@ -431,9 +432,10 @@ def find_modules(
     )
 
 
-def _adapters(policy: nn.Module) -> list[nn.Module]:
+def _adapters(policy: nn.Module) -> list[tuple[Any, list[str]]]:
     # Those of PEFT. A transformers model has a method of this name.
-    return [m for m in policy.modules() if getattr(m, "disable_adapters", None) is False]
+    found: list[Any] = [m for m in policy.modules() if getattr(m, "disable_adapters", 0) is False]
+    return [(module, list(module.active_adapters)) for module in found]
 
 
 def _noise(policy: nn.Module) -> Iterator[tuple[nn.Module, str]]:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import peft
 import pytest
 import torch
+from trl.trainer.utils import use_adapter
 
 from policy_bridge import BridgeConfig, PolicyBridge
 from policy_bridge.config import ModulePaths
@@ -50,8 +51,9 @@ def test_capture_changes_no_bit_and_sees_what_the_adapted_policy_computes(
 
 
 @pytest.mark.parametrize("late", [False, True])
-def test_a_reference_with_the_adapters_off_is_not_taken_for_the_policy(late: bool) -> None:
-    """As of a KL term, between the policy's own pass and ``ship``."""
+@pytest.mark.parametrize("reference", [None, "ref"])
+def test_a_reference_pass_is_not_taken_for_the_policy(reference: str | None, late: bool) -> None:
+    """As of a KL term, between the policy's own pass and ``ship``: with other adapters, or none."""
     data, model = batch((9, 5, 12)), tiny_qwen3()
     config = peft.LoraConfig(r=2, init_lora_weights=False, target_modules=["q_proj", "down_proj"])
     policy = peft.get_peft_model(model, config) if not late else model
@@ -59,18 +61,19 @@ def test_a_reference_with_the_adapters_off_is_not_taken_for_the_policy(late: boo
     if late:
         policy = peft.get_peft_model(model, config)
         windows.modules.look_again()
+    policy.add_adapter("ref", config)
     policy.eval()
     with torch.no_grad(), windows.open() as capture:
         for rows in (slice(0, 2), slice(2, 3)):
             micro = {key: value[rows] for key, value in data.items()}
             logits_of(policy, micro)
-            with policy.disable_adapter():
+            with use_adapter(policy, reference):
                 logits_of(policy, micro)
             capture.ship(**micro)
     check_states(windows, model, data)
-    with torch.no_grad(), windows.open() as capture, policy.disable_adapter():
+    with torch.no_grad(), windows.open() as capture, use_adapter(policy, reference):
         logits_of(policy, data)
-        with pytest.raises(RefusedError, match="the adapters off is none"):
+        with pytest.raises(RefusedError, match="the adapters off, or others on, is none"):
             capture.ship(**data)
 
 
