@@ -229,9 +229,12 @@ def test_the_notebook_runs_and_its_newest_release_follows(
     cells = json.loads(NOTEBOOK.read_text())["cells"]
     code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
     assert len(code) >= 5 and not any(cell.get("outputs") for cell in cells)
+    assert "\nSTEPS = 24\n" in "".join(code)
     variables: dict[str, object] = {"__name__": "notebook"}
     for text in code:
-        exec(compile(text, str(NOTEBOOK), "exec"), variables)
+        # Fewer of the same: all of them share one interpreter lock with the training.
+        shorter = text.replace("\nSTEPS = 24\n", "\nSTEPS = 10\n")
+        exec(compile(shorter, str(NOTEBOOK), "exec"), variables)
     frozen, adapted = (float(variables[name]) for name in ("frozen", "adapted"))  # type: ignore[arg-type]
     # How much it gains depends on how many steps the machine takes beside the loop.
     assert adapted > frozen > 1.05, capsys.readouterr().out

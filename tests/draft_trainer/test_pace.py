@@ -116,7 +116,7 @@ def test_a_random_draft_learns_more_from_as_many_tokens(
     for far in (True, False):
         if not far:
             monkeypatch.setattr(Pace, "begin", lambda self, rates: None)
-        config = TrainingConfig(ttt_steps=3, compute_dtype="bfloat16")
+        config = TrainingConfig(ttt_steps=3)
         served = init_draft(read_policy(EXAMPLE / "policy"), ids, seed=0)
         learner, steps = Learner(init_draft(read_policy(EXAMPLE / "policy"), ids), config), 0
         learner.restart_optimizer()
