@@ -266,7 +266,9 @@ class SampleStore:
             self._db.set("last_draw", max(last, draw))
         self.draws = max(last, draw)
         self.saved(draw)
-        logger.info("draws %d to %d are undone; %d of their samples are gone", draw + 1, last, gone)
+        if last > draw:
+            text = "draws %d to %d are undone; %d of their samples are gone"
+            logger.info(text, draw + 1, last, gone)
         self._count("undone", gone)
 
     @property
