@@ -191,9 +191,9 @@ def test_the_context_of_a_request_is_its_prompt_and_what_it_has_generated() -> N
         def seconds(self, k: int, batch: float, context: float) -> float:
             return context
 
-    # One at a time: 4 tokens at a mean context of 100 + 2, then 2 at 100 + 1.
-    found = generate(ByContext(), (0.5,), [4, 2], lambda b: 0, slots=1, prompt_tokens=100)
-    assert found.seconds == pytest.approx(4 * 102 + 2 * 101)
+    # One at a time: 4 tokens at a mean context of 100 + 2, then 2 at 100 + 1, then 6 at 100 + 3.
+    found = generate(ByContext(), (0.5,), [4, 2, 6], lambda b: 0, slots=1, prompt_tokens=100)
+    assert found.seconds == pytest.approx(4 * 102 + 2 * 101 + 6 * 103)
 
 
 def test_steps_overlap_from_a_lag_of_one() -> None:
