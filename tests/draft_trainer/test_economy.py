@@ -175,6 +175,9 @@ def test_where_the_share_is_not_given_cost_is_what_others_waited(
     # A version without training says nothing of its cost.
     loop.step(10.0, waited=4.0)
     assert loop.last.cost_seconds == pytest.approx(cost)
+    # What was taken before is not taken again.
+    loop.step(10.0, training=8.0, waited=waited)
+    assert loop.last.cost_seconds == pytest.approx(cost)
 
 
 def test_a_policy_that_hardly_moves_ends_training_and_drift_begins_it_again() -> None:
