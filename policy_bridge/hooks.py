@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from policy_bridge.logits import ReturnedLogits, is_sharded
-from policy_bridge.model import PolicyModules, refuse_cuda_graphs
+from policy_bridge.model import PolicyModules, active_adapters, refuse_cuda_graphs
 from slipstream.errors import RefusedError
 
 Look = Callable[[tuple[Any, ...], Mapping[str, Any], Any], None]
@@ -193,10 +193,7 @@ class ForwardTap:
             self.traced, self._open = True, None
             return
         # With its adapters off, or others on, it runs as a reference.
-        other = any(
-            module.disable_adapters or module.active_adapters != names
-            for module, names in self._modules.adapters
-        )
+        other = any(active_adapters(module) != on for module, on in self._modules.adapters)
         other = other or (self._training and not torch.is_grad_enabled())
         self._open = None if other else {}
         self._ids = kwargs.get("input_ids", args[0] if args else None)

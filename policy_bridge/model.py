@@ -193,12 +193,12 @@ class PolicyModules:
         final_norm: when set, its output is the final hidden state.
         form: what the policy does to lm_head's output.
         shards: every parameter of a policy that is spread over ranks (FSDP2), as this rank
-            holds it between steps; empty if it is not spread. As of the last ``look_again``.
-        noise: modules, and the attribute that says how random they are in train mode; as of the
-            last ``look_again``.
-        adapters: modules that have some, which were on, and the names of the active ones; as of the
-            last ``look_again``.
+            holds it between steps; empty if it is not spread.
+        noise: modules, and the attribute that says how random they are in train mode.
+        adapters: modules with adapters that were on, and what ``active_adapters`` said of them.
         find_matrices: looks for lm_head and the embeddings again.
+
+    ``shards``, ``noise`` and ``adapters`` are as of the last ``look_again``.
     """
 
     root: nn.Module
@@ -434,8 +434,15 @@ def find_modules(
 
 def _adapters(policy: nn.Module) -> list[tuple[Any, list[str]]]:
     # Those of PEFT. A transformers model has a method of this name.
-    found: list[Any] = [m for m in policy.modules() if getattr(m, "disable_adapters", 0) is False]
-    return [(module, list(module.active_adapters)) for module in found]
+    found = [m for m in policy.modules() if getattr(m, "disable_adapters", None) is False]
+    return [(module, active_adapters(module)) for module in found]
+
+
+def active_adapters(module: Any) -> list[str]:
+    """Names of those that are on, of a module in ``PolicyModules.adapters``."""
+    # Older PEFT's ModulesToSaveWrapper has no attribute ``active_adapters``.
+    names = [] if module.disable_adapters else module.active_adapter
+    return [names] if isinstance(names, str) else list(names)
 
 
 def _noise(policy: nn.Module) -> Iterator[tuple[nn.Module, str]]:

@@ -267,8 +267,7 @@ class SampleStore:
         self.draws = max(last, draw)
         self.saved(draw)
         if last > draw:
-            text = "draws %d to %d are undone; %d of their samples are gone"
-            logger.info(text, draw + 1, last, gone)
+            logger.info("draws %d to %d undone; %d of their samples gone", draw + 1, last, gone)
         self._count("undone", gone)
 
     @property
