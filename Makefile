@@ -3,7 +3,8 @@
 #
 #   make demo            the whole loop on real vLLM, about nine minutes on two cores
 #   make watch           the demo with Prometheus beside it, and the addresses to look at
-#   make test            linters, type checker and tests
+#   make test            linters, type checker and the fast tier of the tests: what CI runs
+#   make test-all        the same with every test
 #   make lint            linters and type checker
 #   make docs            the documentation as a site in site/, its links checked
 #   make package         the wheel and the source archive in dist/, checked
@@ -33,7 +34,7 @@ ifneq ($(words $(VENV)),1)
 $(error path: found a space in "$(VENV)", expected none in the cache folder's path. Next step: make XDG_CACHE_HOME=/a/path/without/spaces ..., or move the checkout to such a path)
 endif
 
-.PHONY: demo watch test lint setup lock package docs clean
+.PHONY: demo watch test test-all lint setup lock package docs clean
 .DELETE_ON_ERROR:
 
 setup: $(VENV)/.installed
@@ -57,10 +58,29 @@ demo: setup
 watch: setup
 	$(BIN)/python -m examples.arithmetic_grpo.demo --watch $(ARGS)
 
+# Triton's interpreter, with which the tests run vLLM's Model Runner V2 on a CPU. In a folder of its
+# own, where nothing else finds it.
+$(VENV)/triton/.installed: $(LOCKS)/triton.lock $(VENV)/.installed
+	rm -rf $(@D)
+	$(PIP) --require-hashes --target $(@D) -r $(LOCKS)/triton.lock
+	touch $@
+
 # Three workers, one of them for all that starts vLLM (tests/conftest.py): half of their time they
 # wait for processes that start. One thread each, so that two cores are not fought over.
-test: setup lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
+PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
+
+test: $(VENV)/triton/.installed
+	@$(call beside_types,$(PYTEST) -m "not slow")
+
+test-all: $(VENV)/triton/.installed
+	@$(call beside_types,$(PYTEST))
+
+# The type checker runs beside the tests; what it says stands below what they say.
+beside_types = $(BIN)/ruff check . && $(BIN)/ruff format --check . || exit; \
+	$(BIN)/mypy >$(VENV)/types.log 2>&1 & types=$$!; \
+	$(1); tests=$$?; \
+	wait $$types; types=$$?; cat $(VENV)/types.log; \
+	exit $$((tests ? tests : types))
 
 lint: setup
 	$(BIN)/ruff check .

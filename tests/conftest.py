@@ -19,6 +19,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Before gRPC is imported: Ray forks its processes from ours.
 import slipstream  # noqa: F401
 from examples.local_services import ARITHMETIC as EXAMPLE
+from tests.budget import Budget
+from tests.machine import lacking
 from tests.rollout_server.live import Live
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -92,6 +94,7 @@ def servers(policy_dir: Path, draft_dir: Path, logs: Path) -> Iterator[Callable[
         policy: Path = policy_dir,
         draft: Path = draft_dir,
         env: Mapping[str, str] = ONE_PROCESS,
+        runner: str = "V1",
     ) -> Live:
         # 384 blocks hold two of 128 tokens for each request, and some for the prefix cache. The
         # gigabyte that vLLM would take instead is touched at once, by each of three servers: the
@@ -99,7 +102,8 @@ def servers(policy_dir: Path, draft_dir: Path, logs: Path) -> Iterator[Callable[
         options = ("--dtype", "float32", "--num-gpu-blocks-override", "384", *options)
         log = logs / f"server-{len(started)}.log"
         forked = env == ONE_PROCESS
-        started.append(Live(log, *options, policy=policy, draft=draft, env=env, forked=forked))
+        named = {"policy": policy, "draft": draft, "env": env, "forked": forked}
+        started.append(Live(log, *options, runner=runner, **named))
         started[-1].service.start()
         started[-1].service.wait_ready(600)
         return started[-1]
@@ -127,6 +131,40 @@ def server(
     """One server, shared by every test that leaves it as it found it (release 0, speculating)."""
     with servers(policy_dir, draft_dir, tmp_path_factory.mktemp("server")) as start:
         yield start()
+
+
+@pytest.fixture(scope="session")
+def server_v2(
+    policy_dir: Path, draft_dir: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Live]:
+    """``server`` with Model Runner V2 and asynchronous scheduling, as GPUs run vLLM."""
+    if "V2" in lacking():
+        pytest.skip(lacking()["V2"])
+    with servers(policy_dir, draft_dir, tmp_path_factory.mktemp("server_v2")) as start:
+        yield start(runner="V2")
+
+
+@pytest.fixture(scope="session", params=["server", "server_v2"], ids=["V1", "V2"])
+def live(request: pytest.FixtureRequest) -> Live:
+    """``server`` and ``server_v2`` in turn."""
+    live: Live = request.getfixturevalue(request.param)
+    return live
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """pytest's hook."""
+    config.pluginmanager.register(Budget())
+
+
+def pytest_report_header() -> list[str]:
+    """pytest's hook: says what is skipped on this machine."""
+    return [f"skipped here: {what}" for what in lacking().values()]
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """pytest's hook: skips what starts vLLM where it cannot run."""
+    if item.get_closest_marker("vllm") and "vllm" in lacking():
+        pytest.skip(lacking()["vllm"])
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

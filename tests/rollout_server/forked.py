@@ -3,6 +3,8 @@
 Two processes of a server import vLLM, one after the other, which is four fifths of its start. Here
 one process imports it, once in a session: Python's fork server, which has no other thread. What
 runs in the fork is the command from its first line, and an engine of one rank is a fork of that.
+``python -m tests.rollout_server.forked serve ...`` imports vLLM itself: Model Runner V2, for which
+vLLM is imported beside Triton.
 """
 
 from __future__ import annotations
@@ -36,6 +38,12 @@ class ForkedService(Service):
     def instead_of(cls, service: Service) -> ForkedService:
         """Of one that was not started."""
         return cls(service.name, service._argv, service.log, service.health, service._env)
+
+    @staticmethod
+    def with_forked_engine(service: Service) -> Service:
+        """Return a service that was not started as one that imports vLLM once."""
+        command = [sys.executable, "-m", __name__, *service._argv[1:]]
+        return Service(service.name, command, service.log, service.health, service._env)
 
     def start(self) -> None:
         """Start the process; returns at once."""
@@ -86,10 +94,6 @@ class _Forked:
 
 def _run(argv: list[str], env: Mapping[str, str], log: str) -> None:
     """In the fork: become what ``Popen`` would start, then the command."""
-    from vllm import envs
-
-    from rollout_server.cli import main
-
     gc.freeze()  # vLLM collects garbage while it starts: not among all that was imported
     os.setsid()
     output = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
@@ -98,6 +102,15 @@ def _run(argv: list[str], env: Mapping[str, str], log: str) -> None:
     os.close(output)
     os.environ.clear()
     os.environ.update(env)
+    _serve(argv)
+
+
+def _serve(argv: list[str]) -> None:
+    """The command, whose engine is a fork of this process. Does not return."""
+    from vllm import envs
+
+    from rollout_server.cli import main
+
     sys.argv = argv
     # Several ranks are spawned, as users have them: each imports vLLM and loads the plug-ins.
     if not any(word.endswith("-parallel-size") for word in argv):
@@ -112,3 +125,7 @@ def _forget_signals() -> None:
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+if __name__ == "__main__":
+    _serve(["rollout-server", *sys.argv[1:]])

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import random
+import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import httpx
 import torch
 
-from examples.local_services import RolloutServer, refused
+from examples.local_services import ROOT, RolloutServer, refused
 from slipstream.errors import RefusedError
 from slipstream.v1 import rollout_server_pb2 as pb
 from tests.rollout_server.checkpoints import perturbed
@@ -21,6 +23,16 @@ from tests.waiting import until
 
 IN_FLIGHT = 32
 Completion = tuple[int, ...]
+TRITON = Path(sys.prefix) / "triton"
+"""Where `make test` installs Triton, which no other process finds."""
+V2_ENV = {
+    "PYTHONPATH": f"{ROOT / 'tests' / 'runner_v2'}:{TRITON}",
+    "TRITON_INTERPRET": "1",
+    "VLLM_USE_V2_MODEL_RUNNER": "1",
+}
+"""Of a server with Model Runner V2 and asynchronous scheduling: tests/runner_v2 says how."""
+V2_REQUESTS = 3
+"""That a V2 server runs at once: the interpreter takes tens of milliseconds a request and step."""
 
 
 def prompts(count: int, seed: int = 0) -> list[list[int]]:
@@ -33,15 +45,35 @@ class Live(RolloutServer):
     """A running server, as tests use it.
 
     Args:
-        forked: it starts as a fork of a process that has imported vLLM.
+        runner: vLLM's model runner: "V1", with synchronous scheduling, or "V2", with asynchronous.
+        forked: it starts as a fork of a process that has imported vLLM (V1 alone).
 
     Attributes:
         client: of its OpenAI API, for any thread.
+        runner: as given.
+        batch: as many prompts as tests have in flight.
+        tokens: of a completion.
+        changes: that a test makes while requests run.
     """
 
-    def __init__(self, *args: Any, forked: bool = False, **named: Any) -> None:
-        super().__init__(*args, **named)
-        if forked:
+    def __init__(
+        self,
+        *args: Any,
+        runner: str = "V1",
+        env: Mapping[str, str] | None = None,
+        forked: bool = False,
+        **named: Any,
+    ) -> None:
+        v2 = runner == "V2"
+        if v2:
+            args = (*args, "--max-num-seqs", str(V2_REQUESTS))
+        super().__init__(*args, env={**(env or {}), **(V2_ENV if v2 else {})}, **named)
+        self.runner = runner
+        self.batch = prompts(V2_REQUESTS if v2 else 64)
+        self.tokens, self.changes = (8, 6) if v2 else (40, 24)
+        if v2:
+            self.service = ForkedService.with_forked_engine(self.service)
+        elif forked:
             self.service = ForkedService.instead_of(self.service)
         # A connection for each request: the server closes one that was idle for 5 s, and httpcore's
         # pool one that it has just given to another thread, as idle, too old or too many. One
@@ -68,25 +100,33 @@ class Live(RolloutServer):
         return [tuple(choice["token_ids"]) for choice in answer.json()["choices"]]
 
     def generate(
-        self, batch: Sequence[list[int]], tokens: int = 40, temperature: float = 0.0
+        self,
+        batch: Sequence[list[int]] | None = None,
+        tokens: int | None = None,
+        temperature: float = 0.0,
     ) -> list[Completion]:
-        """Completions, ``IN_FLIGHT`` requests at a time. Raises on any failure."""
+        """Completions of ``batch``, by default the server's own, ``IN_FLIGHT`` requests at a time.
+
+        Raises on any failure.
+        """
+        batch = self.batch if batch is None else batch
 
         def one(prompt: list[int]) -> Completion:
             sampling = {"temperature": temperature, "ignore_eos": True}
-            return self.complete(prompt, max_tokens=tokens, **sampling)[0]
+            return self.complete(prompt, max_tokens=tokens or self.tokens, **sampling)[0]
 
         with ThreadPoolExecutor(IN_FLIGHT) as pool:
             return list(pool.map(one, batch))
 
     @contextmanager
     def generating(
-        self, batch: Sequence[list[int]], temperature: float = 0.0
+        self, batch: Sequence[list[int]] | None = None, temperature: float = 0.0
     ) -> Iterator[list[list[Completion]]]:
         """Requests in flight for as long as the block lasts, however fast the machine.
 
-        ``batch`` is served over and over; each round's completions are appended to the
-        list. The block starts with drafts flowing and its end waits for the last round.
+        ``batch``, by default the server's own, is served over and over; each round's completions
+        are appended to the list. The block starts with drafts flowing and its end waits for the
+        last round.
         """
         rounds: list[list[Completion]] = []
         enough = threading.Event()

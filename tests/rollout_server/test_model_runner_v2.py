@@ -1,4 +1,7 @@
-"""Model Runner V2, which needs a GPU: vLLM's own classes, with stubs where a device would be."""
+"""Model Runner V2: its guard for heads, the lengths that it captures graphs for, short drafts.
+
+Live tests serve with that runner: ``tests/runner_v2``.
+"""
 
 from __future__ import annotations
 
@@ -11,90 +14,17 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from rollout_server import app, launch, vllm_patches
 from rollout_server.launch import settings_of
-from rollout_server.reload import Change
-from rollout_server.standby import READY, SAME, WORKING
 from rollout_server.vllm_versions import Sources, installed_source
-from rollout_server.worker import (
-    slipstream_apply,
-    slipstream_describe,
-    slipstream_prepare,
-    slipstream_read_back,
-    slipstream_set_speculation,
-)
 from slipstream.errors import RefusedError
-from tests.rollout_server.test_swap import Drafts, join
 from tests.rollout_server.test_vllm_patches import Model
 
 K = 3
 
 
-def worker_of(policy: nn.Module, draft: nn.Module, config: Any) -> Any:
-    """A worker with vLLM's V2 runner around two loaded models; its speculator counts its calls."""
-    from vllm.v1.worker.gpu.model_runner import GPUModelRunner
-    from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
-    from vllm.v1.worker.gpu_worker import Worker
-
-    class Speculator(DraftModelSpeculator):
-        def __init__(self) -> None:
-            self.model, self.num_speculative_steps = draft, K
-            self.device = torch.device("cpu")
-            self.ran: list[int | None] = []
-
-        def propose(self, input_batch: Any, *rest: Any, **named: Any) -> torch.Tensor:
-            self.ran.append(named.get("num_speculative_tokens"))
-            return torch.ones(input_batch.num_reqs, K, dtype=torch.int64)
-
-    Speculator.__abstractmethods__ = frozenset()
-    runner = GPUModelRunner.__new__(GPUModelRunner)
-    runner.model, runner.speculator = policy, Speculator()
-    worker = Worker.__new__(Worker)
-    worker.model_runner, worker.vllm_config = runner, config
-    worker.model_config = config.model_config
-    return worker
-
-
-def test_off_is_off_and_what_was_planned_before_is_still_drafted(drafts: Drafts) -> None:
-    worker = worker_of(drafts.policy, drafts.draft, drafts.config)
-    assert slipstream_describe(worker)["runner"] == "V2"
-    speculator, batch = worker.model_runner.speculator, types.SimpleNamespace(num_reqs=2)
-
-    def step(**named: Any) -> list[list[int]]:
-        # Both forms of the call: vLLM passes the length from 0.32 on.
-        return speculator.propose(batch, {}, **named).tolist()  # type: ignore[no-any-return]
-
-    assert step(num_speculative_tokens=K) == step() == [[1] * K] * 2
-    slipstream_set_speculation(worker, False)
-    assert step(num_speculative_tokens=0) == step() == [[-1] * K] * 2
-    assert speculator.ran == [K, None], "no forward pass of the draft"
-    assert step(num_speculative_tokens=K) == step(dummy_run=True) == [[1] * K] * 2
-    slipstream_set_speculation(worker, True)
-    assert step(num_speculative_tokens=0) == [[1] * K] * 2, "keeps the draft's KV cache filled"
-
-
-def test_a_release_is_prepared_and_exchanged(drafts: Drafts) -> None:
-    worker = worker_of(drafts.policy, drafts.draft, drafts.config)
-    first, second, _ = drafts.sources
-    addresses = {n: p.data_ptr() for n, p in drafts.draft.named_parameters() if p.numel() < 1000}
-    before = drafts.outputs()
-    assert slipstream_read_back(worker) == SAME
-    while (state := slipstream_prepare(worker, second.to_message(), None)) == WORKING:
-        join()
-    assert state == READY
-    for new, old in ((second, first), (first, second)):
-        answer = slipstream_apply(worker, [Change("draft", new, old).to_message()])
-        assert answer["error"] == "" and answer["restored"]
-        join()
-        now = drafts.outputs()
-        assert (new is second) is any(not torch.equal(now[n], before[n]) for n in before)
-        assert slipstream_read_back(worker) == SAME
-    assert addresses == {n: drafts.draft.get_parameter(n).data_ptr() for n in addresses}
-
-
-def test_vllms_loader_shares_equal_heads_and_ours_does_not(
+def test_draft_with_own_lm_head_is_not_tied_to_policy(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The first half fails on a vLLM that stopped sharing: then the workaround can go."""
@@ -133,7 +63,7 @@ def test_vllms_loader_shares_equal_heads_and_ours_does_not(
         (False, "fixed", None),
     ],
 )
-def test_every_length_in_use_is_named_so_that_graphs_are_captured(
+def test_schedule_names_every_draft_length_for_graphs(
     triton: bool,
     speculation: str,
     lengths: list[int] | None,
@@ -160,7 +90,7 @@ def test_every_length_in_use_is_named_so_that_graphs_are_captured(
     assert sorted(set(table[1:])) == lengths
 
 
-def test_lengths_are_not_chosen_where_the_runner_drafts_the_longest_always() -> None:
+def test_auto_refused_where_runner_ignores_planned_length() -> None:
     def older(module: str) -> str | None:
         text = installed_source(module)
         return text and text.replace("num_spec_tokens_to_schedule", "of_another_name")
@@ -175,7 +105,7 @@ def test_lengths_are_not_chosen_where_the_runner_drafts_the_longest_always() -> 
     ("positions", "given", "next_step"),
     [(64, None, "--max-model-len 64, or raise .* to 256"), (512, 128, "out of --draft-config")],
 )
-def test_a_draft_of_shorter_sequences_than_the_policys_is_refused(
+def test_draft_with_shorter_max_model_len_is_refused(
     positions: int,
     given: int | None,
     next_step: str,

@@ -1,0 +1,37 @@
+"""Runs vLLM's Model Runner V2 with asynchronous scheduling on a CPU, as GPUs run it.
+
+vLLM's CPU build has that runner (``vllm/v1/worker/cpu/model_runner.py``) and lacks Triton alone.
+Triton's interpreter (``TRITON_INTERPRET=1``) executes the runner's kernels on CPU tensors. This
+folder on ``PYTHONPATH`` adds a platform plug-in to vLLM
+(https://docs.vllm.ai/en/latest/design/plugin_system.html); ``tests/rollout_server/live.py`` names
+the folders and variables.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import TYPE_CHECKING
+
+from vllm.platforms.cpu import CpuPlatform
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+
+class AsynchronousCpu(CpuPlatform):
+    """vLLM's CPU platform, which turns asynchronous scheduling off, with it on."""
+
+    @classmethod
+    def check_and_update_config(cls, vllm_config: VllmConfig) -> None:
+        """vLLM's own check, then asynchronous scheduling."""
+        super().check_and_update_config(vllm_config)
+        vllm_config.scheduler_config.async_scheduling = True
+
+
+def activate() -> str:
+    """The plug-in: vLLM calls it before it looks for Triton's back ends, of which "cpu" is one."""
+    from triton.backends import backends
+
+    driver = SimpleNamespace(is_active=lambda: False)
+    backends["cpu"] = SimpleNamespace(driver=driver, compiler=None)
+    return f"{__name__}.{AsynchronousCpu.__name__}"
