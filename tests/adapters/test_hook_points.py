@@ -117,9 +117,7 @@ def parameters_of(source: str, name: str) -> list[str] | None:
 
 
 @pytest.mark.parametrize(("file", "name", "parameters"), HOOKS, ids=lambda value: str(value)[:60])
-def test_a_place_that_a_recipe_names_is_there(
-    file: str, name: str, parameters: tuple[str, ...]
-) -> None:
+def test_recipe_hook_exists_in_framework(file: str, name: str, parameters: tuple[str, ...]) -> None:
     path = folder_of(file.partition("/")[0]) / file
     assert path.is_file(), f"{file} moved"
     found = parameters_of(path.read_text(encoding="utf-8"), name)
@@ -128,7 +126,7 @@ def test_a_place_that_a_recipe_names_is_there(
 
 
 @pytest.mark.parametrize(("file", "text"), TEXTS)
-def test_a_call_that_a_recipe_replaces_is_there(file: str, text: str) -> None:
+def test_recipe_replaced_call_exists_in_framework(file: str, text: str) -> None:
     path = folder_of(file.partition("/")[0]) / file
     assert text in path.read_text(encoding="utf-8"), f"{file}: no {text}"
 

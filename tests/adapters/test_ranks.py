@@ -100,7 +100,7 @@ def seen(policy_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
         yield Seen(ranks, loop, pipeline, rollout)
 
 
-def test_two_ranks_train_to_the_bit_as_without_a_bridge_and_ship_all_they_saw(seen: Seen) -> None:
+def test_two_fsdp2_ranks_bit_identical_and_ship_every_sample(seen: Seen) -> None:
     for found in (rank["loop"] for rank in seen.ranks):
         assert found["same"] and found["flushed"] and found["shed"] == {}, found
         assert found["accepted"] == found["chosen"] == ROWS * STEPS
@@ -117,7 +117,7 @@ def test_two_ranks_train_to_the_bit_as_without_a_bridge_and_ship_all_they_saw(se
     assert (calls["PrepareSync"], calls["CompleteSync"]) == (STEPS, STEPS)
 
 
-def test_a_gpu_of_the_machine_is_left_alone(
+def test_torch_loop_stays_on_cpu_where_a_gpu_is(
     policy_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = f"file://{tmp_path / 'store'}"
@@ -131,7 +131,7 @@ def test_a_gpu_of_the_machine_is_left_alone(
         dist.destroy_process_group()
 
 
-def test_one_rank(policy_dir: Path) -> None:
+def test_one_rank_bit_identical_and_ships_every_sample(policy_dir: Path) -> None:
     plain, bridged, double, rollout = load(policy_dir), load(policy_dir), trainer(), FakeRollout()
     losses = train(plain, PolicyBridge.disabled(), FixedRollouts(), STEPS, 1e-3, any_score)
     with double.serve() as server, rollout.serve() as control:
@@ -150,7 +150,7 @@ def test_one_rank(policy_dir: Path) -> None:
     assert rollout.policy_version == STEPS - 1
 
 
-def test_stages_ship_what_the_whole_policy_would(seen: Seen, policy_dir: Path) -> None:
+def test_pipeline_stages_ship_same_samples_as_whole_policy(seen: Seen, policy_dir: Path) -> None:
     first, last = (rank["pipeline"] for rank in seen.ranks)
     assert (first["gathered"], first["layers"]) == (0, 5)
     assert (last["gathered"], last["layers"]) == (2, 5)

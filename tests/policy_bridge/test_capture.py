@@ -64,7 +64,7 @@ def test_layer_zero_is_the_embeddings(trainer: FakeTrainer, connect: Connect) ->
     assert torch.equal(aux[:, HIDDEN:], hidden[7][0])
 
 
-def test_a_fused_loss_is_captured_at_the_final_norm(trainer: FakeTrainer, connect: Connect) -> None:
+def test_fused_loss_is_captured_at_final_norm(trainer: FakeTrainer, connect: Connect) -> None:
     """The loss takes lm_head's weight and never calls the module."""
     model, data = make_model(), batch((9, 7))
     modules = ModulePaths(final_norm="model.norm")
@@ -94,7 +94,7 @@ def test_states_dtype_casts_what_is_shipped(trainer: FakeTrainer, connect: Conne
 
 @pytest.mark.parametrize("given", [False, True])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_log_z_is_the_full_vocabularys(
+def test_log_z_is_over_full_vocabulary(
     trainer: FakeTrainer, connect: Connect, given: bool, temperature: float
 ) -> None:
     model, data = make_model(), batch((11, 7))
@@ -118,7 +118,7 @@ def test_log_z_is_the_full_vocabularys(
         torch.testing.assert_close(log_z, expected, atol=2e-5, rtol=0)
 
 
-def test_bfloat16_logits_are_rounded_as_the_policy_rounds_them(
+def test_bfloat16_logits_are_rounded_as_policy_rounds(
     trainer: FakeTrainer, connect: Connect
 ) -> None:
     model, data = make_model(torch.bfloat16), batch((40,))
@@ -154,9 +154,7 @@ def test_gradients_are_bit_identical(
     assert hooks == (1 if checkpointing else 0)
 
 
-def test_what_is_held_back_for_the_wire_does_not_follow_the_policy(
-    trainer: FakeTrainer, connect: Connect
-) -> None:
+def test_waiting_samples_and_matrices_are_copies(trainer: FakeTrainer, connect: Connect) -> None:
     """Samples and matrices are copies: the policy moves before they are sent."""
     model, data = make_model(), batch((8,))
     trainer.hang.add("AnnouncePolicy")

@@ -16,7 +16,7 @@ from slipstream.errors import RefusedError
 from .conftest import batch, make_model, ship
 
 
-def test_the_import_keeps_to_its_room() -> None:
+def test_import_of_policy_bridge_loads_no_vllm_or_transformers() -> None:
     code = """
 import json, sys
 import policy_bridge
@@ -81,7 +81,7 @@ def test_modules_by_explicit_path() -> None:
         find_modules(model, ModulePaths(lm_head="nothing"))
 
 
-def test_a_bridge_that_is_off_has_the_same_surface() -> None:
+def test_disabled_bridge_has_same_methods() -> None:
     model, data = make_model(), batch((6,))
     public = {name for name in dir(PolicyBridge) if not name.startswith("_")}
     assert public - {"disabled"} == {n for n in dir(DisabledBridge()) if not n.startswith("_")}

@@ -90,7 +90,7 @@ def check_states(windows: Windows, inner: PreTrainedModel, data: Batch) -> None:
     "make",
     [llama, tiny_qwen3, mixtral, qwen3_moe, tied, checkpointed(False), checkpointed(True)],
 )
-def test_a_policy_is_captured_and_its_gradients_are_bit_identical(
+def test_gradients_bit_identical_and_states_captured(
     make: Callable[[], PreTrainedModel],
 ) -> None:
     data = batch((9, 5, 12))
@@ -128,12 +128,12 @@ def compiled_forward() -> nn.Module:
         compiled_forward,
     ],
 )
-def test_a_policy_compiled_as_a_whole_is_refused_by_name(make: Callable[[], nn.Module]) -> None:
+def test_policy_compiled_whole_refused(make: Callable[[], nn.Module]) -> None:
     with pytest.raises(RefusedError, match=r"compiled as a whole.*layer\.compile\(\)"):
         find_modules(make(), ModulePaths())
 
 
-def test_layers_by_name_are_found_as_those_in_a_list() -> None:
+def test_layers_in_module_dict_are_found() -> None:
     """As in NeMo Automodel's own models."""
     model = tiny_qwen3()
     layers = [*model.model.layers]
@@ -143,7 +143,7 @@ def test_layers_by_name_are_found_as_those_in_a_list() -> None:
 
 @pytest.mark.parametrize("in_place", [True, False])
 @pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune"])
-def test_layers_that_replay_cuda_graphs_are_refused_by_name(mode: str, in_place: bool) -> None:
+def test_layers_compiled_with_cuda_graphs_refused(mode: str, in_place: bool) -> None:
     model = tiny_qwen3()
     if in_place:
         model.model.layers[1].compile(mode=mode)
@@ -210,7 +210,7 @@ def compiled_layers_around() -> Plain:
     return model
 
 
-def test_a_final_norm_that_returns_no_tensor_leaves_the_pass_alone() -> None:
+def test_final_norm_returning_tuple_refused_after_pass() -> None:
     """A fused norm returns the residual stream too. ``ship`` says what to set."""
 
     class Fused(nn.LayerNorm):
@@ -237,7 +237,7 @@ def test_a_final_norm_that_returns_no_tensor_leaves_the_pass_alone() -> None:
 
 
 @pytest.mark.parametrize("make", [plain, compiled_layers_in_place, compiled_layers_around])
-def test_plain_modules_are_named_by_path_and_may_be_compiled_one_by_one(
+def test_gradients_bit_identical_with_compiled_layers(
     make: Callable[[], Plain],
 ) -> None:
     data, model = batch((9, 5, 12)), make()
@@ -278,14 +278,14 @@ def test_plain_modules_are_named_by_path_and_may_be_compiled_one_by_one(
         (ModulePaths(lm_head="model.norm"), "modules.lm_head"),
     ],
 )
-def test_a_path_that_does_not_resolve_is_refused_by_field(paths: ModulePaths, field: str) -> None:
+def test_module_path_unresolved_refused_by_field(paths: ModulePaths, field: str) -> None:
     with pytest.raises(RefusedError) as refused:
         find_modules(tiny_qwen3(), paths)
     assert refused.value.field == field
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_what_a_policy_keeps_in_float32_is_not_cast(dtype: torch.dtype) -> None:
+def test_push_keeps_router_bias_in_float32(dtype: torch.dtype) -> None:
     """A router's bias, of a bfloat16 policy and of float32 master weights."""
     model = make("DeepSeek-V3", dtype)
     part, biases = "e_score_correction_bias", {}
@@ -304,7 +304,7 @@ def test_what_a_policy_keeps_in_float32_is_not_cast(dtype: torch.dtype) -> None:
         assert {t.dtype for t in others.values()} == {torch.bfloat16}
 
 
-def test_float32_tensors_beside_narrower_ones_are_not_cast() -> None:
+def test_push_keeps_float32_tensor_beside_float16() -> None:
     """Of a policy that is no model of transformers."""
     given = {"w": torch.ones(3, dtype=torch.float16), "bias": torch.full((2,), 34.51)}
     cast = policy_tensors(given, "bfloat16")

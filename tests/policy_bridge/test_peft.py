@@ -33,7 +33,7 @@ def adapted(**settings: object) -> torch.nn.Module:
     [({}, 2), ({"use_dora": True}, 3)],
     ids=["lora", "dora"],
 )
-def test_capture_changes_no_bit_and_sees_what_the_adapted_policy_computes(
+def test_peft_gradients_bit_identical_and_states_captured(
     settings: dict[str, object], trained: int
 ) -> None:
     data = batch((9, 5, 12))
@@ -52,7 +52,7 @@ def test_capture_changes_no_bit_and_sees_what_the_adapted_policy_computes(
 
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("reference", [None, "ref"])
-def test_a_reference_pass_is_not_taken_for_the_policy(reference: str | None, late: bool) -> None:
+def test_peft_reference_pass_is_not_captured(reference: str | None, late: bool) -> None:
     """As of a KL term, between the policy's own pass and ``ship``: with other adapters, or none."""
     data, model = batch((9, 5, 12)), tiny_qwen3()
     config = peft.LoraConfig(r=2, init_lora_weights=False, target_modules=["q_proj", "down_proj"])
@@ -86,7 +86,7 @@ def attention_dropout() -> torch.nn.Module:
 
 
 @pytest.mark.parametrize("make", [lora_dropout, attention_dropout])
-def test_a_pass_with_dropout_is_refused_and_its_gradients_are_its_own(
+def test_pass_with_dropout_refused_and_gradients_unchanged(
     make: Callable[[], torch.nn.Module],
 ) -> None:
     """Its states are not those of the policy that the rollout servers sample from."""
@@ -105,7 +105,7 @@ def test_a_pass_with_dropout_is_refused_and_its_gradients_are_its_own(
     assert len(windows.samples) == 3
 
 
-def test_adapters_with_dropout_that_come_after_the_bridge_are_seen_at_the_next_sync() -> None:
+def test_peft_dropout_added_after_start_seen_at_next_sync() -> None:
     """As TRL's: ``GRPOTrainer(peft_config=...)`` is given a model that has its bridge already."""
     double, model = FakeTrainer(layers=LAYERS), tiny_qwen3()
     double.vocab_ids = torch.arange(model.config.vocab_size)
@@ -128,7 +128,7 @@ def test_adapters_with_dropout_that_come_after_the_bridge_are_seen_at_the_next_s
 
 @pytest.mark.parametrize("part", ["lm_head", "embed_tokens"])
 @pytest.mark.parametrize("how", ["target_modules", "modules_to_save"])
-def test_an_adapted_matrix_that_the_trainer_needs_is_refused(part: str, how: str) -> None:
+def test_peft_adapter_on_lm_head_or_embeddings_refused(part: str, how: str) -> None:
     modules = {"target_modules": ["q_proj"]}
     modules[how] = [*modules.get(how, []), part]
     with pytest.raises(RefusedError, match=f"leave {part} out of the adapter"):

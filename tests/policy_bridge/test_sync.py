@@ -44,7 +44,7 @@ def commit_all(trainer: FakeTrainer, rollouts: Rollouts) -> None:
     trainer.on_complete = complete
 
 
-def test_errors_and_figures_cross_processes(trainer: FakeTrainer, connect: Connect) -> None:
+def test_sync_error_and_stats_can_be_pickled(trainer: FakeTrainer, connect: Connect) -> None:
     """As Ray and torch.distributed carry them: pickled, and copied field by field."""
     error = PolicySyncError("staged", {"host:1": "it is gone"}, SyncResult(3, policy_pushed=True))
     again = pickle.loads(pickle.dumps(error))  # noqa: S301
@@ -56,7 +56,7 @@ def test_errors_and_figures_cross_processes(trainer: FakeTrainer, connect: Conne
     assert dataclasses.asdict(stats)["shed"] == {"outbox_full": 2}
 
 
-def test_policy_and_draft_are_committed_in_one_call(
+def test_policy_and_draft_committed_in_one_call(
     trainer: FakeTrainer, connect: Connect, rollouts: Rollouts
 ) -> None:
     model = make_model()
@@ -81,7 +81,7 @@ def test_policy_and_draft_are_committed_in_one_call(
             assert torch.equal(double.live[name], tensor.bfloat16())
 
 
-def test_servers_that_join_get_the_policy_and_those_that_left_once_more(
+def test_server_joining_gets_policy_and_leaving_once_more(
     trainer: FakeTrainer, connect: Connect, rollouts: Rollouts
 ) -> None:
     first, second = addresses(rollouts)
@@ -103,7 +103,7 @@ def test_servers_that_join_get_the_policy_and_those_that_left_once_more(
 
 
 @pytest.mark.parametrize("how", ["is gone", "Stage", "Commit"])
-def test_a_server_that_left_the_list_and_does_not_take_the_policy_is_left_out_once(
+def test_unlisted_server_refusing_policy_is_left_out(
     trainer: FakeTrainer, connect: Connect, rollouts: Rollouts, how: str
 ) -> None:
     (double, first), (other, second) = rollouts
@@ -119,7 +119,7 @@ def test_a_server_that_left_the_list_and_does_not_take_the_policy_is_left_out_on
     assert push(bridge, 3).left_out == {} and double.policy_version == 3
 
 
-def test_a_server_that_left_the_list_is_asked_once_also_where_that_sync_fails(
+def test_unlisted_server_is_asked_once_though_sync_fails(
     trainer: FakeTrainer, connect: Connect, rollouts: Rollouts
 ) -> None:
     """One that got another name has no memory for the policy twice."""
@@ -137,7 +137,7 @@ def test_a_server_that_left_the_list_is_asked_once_also_where_that_sync_fails(
 
 
 @pytest.mark.parametrize("skips", [False, True])
-def test_a_server_that_joins_after_the_policy_was_staged_gets_the_next_one(
+def test_server_joining_after_stage_gets_next_policy(
     trainer: FakeTrainer, connect: Connect, rollouts: Rollouts, skips: bool
 ) -> None:
     (double, first), (joins, second) = rollouts
@@ -159,7 +159,7 @@ def test_a_server_that_joins_after_the_policy_was_staged_gets_the_next_one(
     assert [double.policy_version for double, _ in rollouts] == [2, 2]
 
 
-def test_a_server_that_joins_and_still_loads_is_left_out_until_it_has_taken_a_policy(
+def test_server_still_loading_is_left_out_until_ready(
     trainer: FakeTrainer, connect: Connect, rollouts: Rollouts
 ) -> None:
     (double, first), (joins, second) = rollouts
@@ -183,7 +183,7 @@ def test_a_server_that_joins_and_still_loads_is_left_out_until_it_has_taken_a_po
         push(bridge, 4)
 
 
-def test_a_push_of_adapters_is_refused_at_the_push_also_while_it_waits(connect: Connect) -> None:
+def test_push_of_adapters_refused_before_trainer_is_there(connect: Connect) -> None:
     model = adapted()
     bridge = connect("127.0.0.1:1", model=model, wait=False, connect_seconds=0.1)
     with pytest.raises(RefusedError, match="with adapters"), bridge.sync(1) as window:
@@ -191,7 +191,7 @@ def test_a_push_of_adapters_is_refused_at_the_push_also_while_it_waits(connect: 
     assert bridge.capture() is not None and bridge.stats().waiting_pushes == 0
 
 
-def test_without_a_push_only_the_draft_is_committed(
+def test_sync_without_push_commits_draft_only(
     trainer: FakeTrainer, connect: Connect, rollouts: Rollouts
 ) -> None:
     commit_all(trainer, rollouts)
@@ -204,7 +204,7 @@ def test_without_a_push_only_the_draft_is_committed(
 
 
 @pytest.mark.parametrize("failure", ["absent", "black hole", "PrepareSync", "CompleteSync"])
-def test_the_policy_arrives_without_the_trainer(
+def test_policy_is_committed_without_trainer(
     trainer: FakeTrainer, connect: Connect, rollouts: Rollouts, failure: str
 ) -> None:
     model = make_model()
@@ -229,7 +229,7 @@ def test_the_policy_arrives_without_the_trainer(
         assert len(double.commits) == 1
 
 
-def test_a_commit_that_the_trainer_made_before_it_was_cut_off_is_not_made_twice(
+def test_commit_made_by_cut_off_trainer_is_not_repeated(
     trainer: FakeTrainer, connect: Connect, rollouts: Rollouts
 ) -> None:
     """CompleteSync reached one server of two, then failed."""
@@ -250,7 +250,7 @@ def test_a_commit_that_the_trainer_made_before_it_was_cut_off_is_not_made_twice(
     assert [double.policy_version for double, _ in rollouts] == [1, 1]
 
 
-def test_a_version_that_is_pushed_again_with_other_weights_goes_live(
+def test_same_version_with_other_weights_goes_live(
     trainer: FakeTrainer, connect: Connect, rollouts: Rollouts
 ) -> None:
     """A run that resumes at an older version pushes a number that the servers serve already."""
@@ -271,7 +271,7 @@ def test_a_version_that_is_pushed_again_with_other_weights_goes_live(
     assert [len(double.commits) for double, _ in rollouts] == [2, 2]
 
 
-def test_a_draft_that_failed_is_reported_and_no_error(
+def test_draft_failure_is_reported_and_policy_committed(
     trainer: FakeTrainer, connect: Connect, rollouts: Rollouts
 ) -> None:
     """Staging failed on one server; the other committed the policy without its draft."""
@@ -295,7 +295,7 @@ def test_a_draft_that_failed_is_reported_and_no_error(
     assert [double.policy_version for double, _ in rollouts] == [1, 1]
 
 
-def test_an_exception_inside_aborts_the_stage_and_passes_on(
+def test_sync_window_exception_aborts_stage(
     trainer: FakeTrainer, connect: Connect, rollouts: Rollouts
 ) -> None:
     bridge = connect(rollout_servers=addresses(rollouts))
@@ -314,7 +314,7 @@ def test_an_exception_inside_aborts_the_stage_and_passes_on(
 
 
 @pytest.mark.parametrize("swallowed", [False, True])
-def test_a_server_that_does_not_stage_the_policy_stops_the_window(
+def test_server_refusing_stage_aborts_push(
     trainer: FakeTrainer, connect: Connect, rollouts: Rollouts, swallowed: bool
 ) -> None:
     rollouts[1][0].fail.add("Stage")
@@ -331,7 +331,7 @@ def test_a_server_that_does_not_stage_the_policy_stops_the_window(
     assert [double.staged for double, _ in rollouts] == [{}, {}]
 
 
-def test_a_server_that_does_not_commit_the_policy_is_an_error(
+def test_server_refusing_commit_raises(
     trainer: FakeTrainer, connect: Connect, rollouts: Rollouts
 ) -> None:
     rollouts[0][0].fail.add("Commit")
@@ -345,9 +345,7 @@ def test_a_server_that_does_not_commit_the_policy_is_an_error(
     assert rollouts[0][0].staged == {}
 
 
-def test_a_server_that_is_gone_is_an_error(
-    trainer: FakeTrainer, connect: Connect, rollouts: Rollouts
-) -> None:
+def test_server_gone_raises(trainer: FakeTrainer, connect: Connect, rollouts: Rollouts) -> None:
     rollouts[0][1].kill()
     bridge = connect(rollout_servers=addresses(rollouts))
     with pytest.raises(PolicySyncError, match="UNAVAILABLE"), bridge.sync(1) as window:
@@ -355,7 +353,7 @@ def test_a_server_that_is_gone_is_an_error(
     assert rollouts[1][0].staged == {}
 
 
-def test_a_push_before_the_trainer_is_there_waits_for_it(
+def test_push_before_trainer_is_there_waits(
     trainer: FakeTrainer, connect: Connect, rollouts: Rollouts, caplog: Log
 ) -> None:
     """A training job that starts first, or starts again while the sidecar is down."""
@@ -379,7 +377,7 @@ def test_a_push_before_the_trainer_is_there_waits_for_it(
     assert [double.policy_version for double, _ in rollouts] == [3, 3]
 
 
-def test_the_policy_is_pushed_although_its_version_goes_backwards(
+def test_policy_version_going_backwards_is_still_pushed(
     trainer: FakeTrainer, connect: Connect, rollouts: Rollouts
 ) -> None:
     trainer.rollout_servers = addresses(rollouts)
@@ -388,7 +386,7 @@ def test_the_policy_is_pushed_although_its_version_goes_backwards(
     assert [double.policy_version for double, _ in rollouts] == [4, 4]
 
 
-def test_a_version_that_is_not_captured_has_its_window_at_the_trainer(
+def test_version_not_captured_is_still_synced_by_trainer(
     trainer: FakeTrainer, connect: Connect, rollouts: Rollouts
 ) -> None:
     """One of a resumed job, below those that the trainer knows: it names the servers even so."""
@@ -411,7 +409,7 @@ def test_a_version_that_is_not_captured_has_its_window_at_the_trainer(
 
 
 @pytest.mark.parametrize("when", ["before", "between"])
-def test_a_server_that_is_gone_is_left_out_by_choice_and_counted(
+def test_skip_unreachable_servers_leaves_out_gone_server(
     trainer: FakeTrainer, connect: Connect, rollouts: Rollouts, when: str
 ) -> None:
     (dead, dead_server), (other, other_server) = rollouts
@@ -438,7 +436,7 @@ def test_a_server_that_is_gone_is_left_out_by_choice_and_counted(
     assert bridge.policy_version == 1
 
 
-def test_what_vllm_receives_is_not_sent_to_a_fleet_with_a_server_that_is_gone(
+def test_push_external_is_not_sent_if_a_server_is_gone(
     trainer: FakeTrainer, connect: Connect, rollouts: Rollouts
 ) -> None:
     """It waits for every server, also where unreachable ones are left out of a push."""
@@ -451,7 +449,7 @@ def test_what_vllm_receives_is_not_sent_to_a_fleet_with_a_server_that_is_gone(
     assert sent == [] and other.staged == {} and bridge.policy_version is None
 
 
-def test_misuse_is_refused(trainer: FakeTrainer, connect: Connect, rollouts: Rollouts) -> None:
+def test_sync_misuse_refused(trainer: FakeTrainer, connect: Connect, rollouts: Rollouts) -> None:
     bridge = connect()
     with pytest.raises(RefusedError, match="rollout_servers"), bridge.sync(1) as window:
         window.push_policy()

@@ -66,7 +66,7 @@ def accumulate(
 
 
 @pytest.mark.parametrize("make", [tiny_qwen3, checkpointed(False), checkpointed(True)])
-def test_gradients_are_bit_identical_and_states_those_of_a_log_prob_pass(
+def test_training_pass_gradients_bit_identical(
     make: Callable[[], PreTrainedModel],
 ) -> None:
     model, data = make(), batch((9, 5, 12))
@@ -86,7 +86,7 @@ def test_gradients_are_bit_identical_and_states_those_of_a_log_prob_pass(
 
 
 @pytest.mark.parametrize("make", [plain, compiled_layers_in_place])
-def test_compiled_layers_are_captured_in_training(make: Callable[[], nn.Module]) -> None:
+def test_training_pass_captures_compiled_layers(make: Callable[[], nn.Module]) -> None:
     model, data = make(), batch((9, 5, 12))
     expected = accumulate(model, data, None, only_ids)
     windows = Windows(model, paths=PLAIN, training=True)
@@ -94,7 +94,7 @@ def test_compiled_layers_are_captured_in_training(make: Callable[[], nn.Module])
     assert len(windows.samples) == 3
 
 
-def test_packed_rows_are_captured_in_training() -> None:
+def test_training_pass_captures_packed_rows() -> None:
     model, data = tiny_qwen3(), batch((9, 5, 12))
     row = packed(data)
 
@@ -115,7 +115,7 @@ def test_packed_rows_are_captured_in_training() -> None:
         windows.of_row(data, number)
 
 
-def test_a_pass_without_gradients_is_none_of_a_training_window() -> None:
+def test_training_window_refuses_pass_without_gradients() -> None:
     model, data = tiny_qwen3(), batch((9, 7))
     windows = Windows(model, training=True)
     with torch.no_grad(), windows.open() as capture:
@@ -124,7 +124,7 @@ def test_a_pass_without_gradients_is_none_of_a_training_window() -> None:
             capture.ship(**data)
 
 
-def test_a_ship_before_backward_lets_go_of_the_logits() -> None:
+def test_ship_before_backward_frees_logits() -> None:
     model, data = tiny_qwen3(), batch((9, 7))
     windows = Windows(model, training=True)
     with windows.open() as capture:
@@ -138,7 +138,7 @@ def test_a_ship_before_backward_lets_go_of_the_logits() -> None:
     assert len(windows.samples) == 2
 
 
-def test_logits_are_those_of_the_pass_where_backward_writes_over_them_uncounted() -> None:
+def test_logits_overwritten_by_backward_kernel_are_kept() -> None:
     model, data = tiny_qwen3(), batch((9, 7))
     windows = Windows(model, training=True)
     with windows.open() as capture:
@@ -152,7 +152,9 @@ def test_logits_are_those_of_the_pass_where_backward_writes_over_them_uncounted(
         assert torch.equal(sample.sampled_logits[1:], own[row, 1:length])
 
 
-def test_states_are_of_the_version_before_the_step(trainer: FakeTrainer, connect: Connect) -> None:
+def test_second_optimizer_step_of_version_sheds_samples(
+    trainer: FakeTrainer, connect: Connect
+) -> None:
     """Two optimizer steps in one version: what is of the first is sent, what is of none is shed."""
     model, data = make_model(), batch((9, 5, 12, 7))
     with torch.no_grad():
@@ -180,7 +182,7 @@ def test_states_are_of_the_version_before_the_step(trainer: FakeTrainer, connect
 
 
 @pytest.mark.parametrize("columns", [1, 3, 1000])
-def test_on_a_device_log_probs_are_of_the_pass_when_the_step_follows_at_once(
+def test_logprobs_on_device_survive_immediate_step(
     side: Copier, monkeypatch: pytest.MonkeyPatch, columns: int
 ) -> None:
     from policy_bridge import extraction

@@ -71,7 +71,7 @@ def step(bridge: PolicyBridge, model: PreTrainedModel, temperature: float = 1.0)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_family_is_taken(tmp_path: Path, family: str) -> None:
+def test_trainer_takes_samples_of_family(tmp_path: Path, family: str) -> None:
     model = make(family)
     with feeding(tmp_path, model) as (bridge, client):
         step(bridge, model, temperature=0.8)

@@ -17,7 +17,7 @@ from slipstream.v1 import rollout_server_pb2_grpc as pb_grpc
 from tests.security.certificates import write_token
 
 
-def test_a_call_on_a_closed_channel_is_an_error_and_no_crash(tmp_path: Path) -> None:
+def test_call_on_closed_channel_raises(tmp_path: Path) -> None:
     """gRPC's own interceptors end the process here."""
     token = write_token(tmp_path / "token", "observe" * 8)
     with open_channel("127.0.0.1:1", credentials=ClientCredentials(token_file=token)) as channel:
@@ -54,7 +54,7 @@ def proxy(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("proxy")
-def test_health_of_this_machine_is_asked_without_the_proxy_of_the_environment(
+def test_health_check_of_localhost_ignores_proxy(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     server = grpc.server(ThreadPoolExecutor(1))
@@ -68,7 +68,7 @@ def test_health_of_this_machine_is_asked_without_the_proxy_of_the_environment(
 
 
 @pytest.mark.usefixtures("proxy")
-def test_this_machine_is_reached_without_the_proxy_of_the_environment() -> None:
+def test_channel_to_localhost_ignores_proxy() -> None:
     server = grpc.server(ThreadPoolExecutor(1))
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
@@ -85,7 +85,7 @@ SETTINGS, PING, GOAWAY = 4, 6, 7
 ACK = 1
 
 
-def test_a_client_may_ping_as_often_as_it_likes() -> None:
+def test_server_accepts_frequent_pings() -> None:
     """gRPC's own client pings beyond keepalive, to measure the connection."""
 
     async def main() -> list[int]:
