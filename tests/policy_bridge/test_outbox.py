@@ -13,6 +13,7 @@ from policy_bridge.outbox import Entry, Outbox, file_bytes
 from policy_bridge.stats import Counters
 from slipstream.sample import Sample, header_of, layout_of
 from slipstream.shm import MemoryLostError, SharedFile
+from slipstream.tensors import Bytes
 
 # The smallest block has 256 bytes: sizes here are multiples of that.
 UNIT = 256
@@ -172,6 +173,30 @@ def test_outbox_move_to_file_keeps_intact_samples(counters: Counters, tmp_path: 
         assert outbox._held[name].read().tobytes() == given[name].block.numpy().tobytes()
 
 
+def test_outbox_sample_shed_while_it_moves_frees_its_memory_once(
+    counters: Counters, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is put afterwards has all of the file, and keeps its bytes."""
+    units = 96  # A lost part of this size is more than the gaps that a file has room for.
+    outbox = Outbox(4 * units * UNIT, counters)
+    for name in "abcd":
+        assert outbox.put(sample(name, 1, units))
+    write = SharedFile.write
+
+    def shed_then_write(file: SharedFile, offset: int, block: Bytes) -> None:
+        outbox.shed("superseded", 1)
+        write(file, offset, block)
+
+    with monkeypatch.context() as moving:
+        moving.setattr(SharedFile, "write", shed_then_write)
+        outbox.move_to(SharedFile.create(tmp_path, file_bytes(4 * units * UNIT)))
+    assert counters.snapshot().shed == {"superseded": 4}
+    given = [sample(name, 2, units) for name in "efgh"]
+    assert [outbox.put(one) for one in given] == [True] * 4
+    found = [entry.read().tobytes() for entry in outbox.take(lambda entry: True, 4)]
+    assert found == [one.block.numpy().tobytes() for one in given]
+
+
 def test_outbox_move_to_truncated_file_keeps_samples(counters: Counters, tmp_path: Path) -> None:
     outbox = Outbox(8 * UNIT, counters)
     given = {name: sample(name, 1) for name in "abcdefgh"}
@@ -243,6 +268,30 @@ def test_outbox_sent_samples_held_until_ack_requeued_in_order(
         order.append(head.sample_id)
     assert order == ["b", "c"]
     assert outbox.settle("b") and outbox.settle("c")
+    assert outbox.wait_empty(0.0)
+
+
+def test_outbox_wait_empty_waits_for_sample_being_written(
+    counters: Counters, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or a flush would say that everything was sent while a sample is still on its way in."""
+    outbox, writing, go_on = Outbox(5 * UNIT, counters), threading.Event(), threading.Event()
+    write = SharedFile.write
+
+    def slow_write(file: SharedFile, offset: int, block: Bytes) -> None:
+        writing.set()
+        assert go_on.wait(60.0)
+        write(file, offset, block)
+
+    monkeypatch.setattr(SharedFile, "write", slow_write)
+    thread = threading.Thread(target=outbox.put, args=(sample("a", 1),))
+    thread.start()
+    assert writing.wait(60.0)
+    empty = outbox.wait_empty(0.0)
+    go_on.set()
+    thread.join(60.0)
+    assert not empty and not outbox.wait_empty(0.0)
+    assert take_one(outbox) and outbox.settle("a")
     assert outbox.wait_empty(0.0)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -11,7 +12,8 @@ import pytest
 
 from slipstream import serving
 from slipstream.client import MAX_MESSAGE_BYTES, open_channel
-from slipstream.security import ClientCredentials
+from slipstream.errors import RefusedError
+from slipstream.security import ClientCredentials, open_access
 from slipstream.v1 import rollout_server_pb2 as pb
 from slipstream.v1 import rollout_server_pb2_grpc as pb_grpc
 from tests.security.certificates import write_token
@@ -42,6 +44,23 @@ def test_every_option_of_a_server_is_given_once() -> None:
     assert found["grpc.max_receive_message_length"] == MAX_MESSAGE_BYTES
     assert found["grpc.keepalive_time_ms"] == 4000
     assert found["grpc.keepalive_timeout_ms"] == found["grpc.http2.ping_timeout_ms"] == 2000
+
+
+def test_host_with_one_remote_address_is_not_loopback(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither serves it without TLS and tokens, nor sends it a token readable."""
+    kind = (socket.AF_INET, socket.SOCK_STREAM, 0, "")
+    found = [(*kind, (address, 0)) for address in ("127.0.0.1", "192.0.2.7")]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
+    with pytest.raises(RefusedError, match="host: found mixed without TLS"):
+        open_access(str, "mixed", tokens={}, names={})
+    token = write_token(tmp_path / "token", "observe" * 8)
+    with pytest.raises(RefusedError, match="with a token and without TLS"):
+        ClientCredentials(token_file=token).check_address("mixed:1", "trainer")
+    del found[1]
+    assert open_access(str, "mixed", tokens={}, names={}).open
+    ClientCredentials(token_file=token).check_address("mixed:1", "trainer")
 
 
 @pytest.fixture
