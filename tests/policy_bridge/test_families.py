@@ -37,7 +37,7 @@ from .conftest import (
 )
 from .doubles import DEADLINE, FakeTrainer
 from .families import FAMILIES, make, masses, outcome
-from .test_models import qwen3_moe
+from .policies import qwen3_moe
 from .windows import Windows, own_logprobs
 
 REFUSED = {

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -35,27 +34,14 @@ from tests.tiny import tiny_qwen3
 
 from .conftest import HIDDEN, VOCAB, Connect, batch, deliver, make_model, ship, sync
 from .doubles import DEADLINE, FakeTrainer
-from .test_models import check_states, qwen3_moe
-from .test_peft import adapted
-from .windows import Batch, Windows, assert_same_bits, gradients, hooks_on, own_logprobs, session_of
+from .policies import adapted, qwen3_moe
+from .windows import Batch, Windows, hooks_on, own_logprobs, session_of
 
 
-@pytest.fixture
-def one_rank(tmp_path: Path) -> Iterator[None]:
-    dist.init_process_group(
-        "gloo", init_method=f"file://{tmp_path / 'rendezvous'}", rank=0, world_size=1
-    )
-    yield
-    dist.destroy_process_group()
-
-
-def test_ddp_policy_is_captured_and_pushed(one_rank: None) -> None:
-    data, model = batch((9, 5, 12)), DistributedDataParallel(tiny_qwen3())
-    plain = gradients(model, data, None)
-    windows = Windows(model)
-    assert_same_bits(plain, gradients(model, data, windows))
-    check_states(windows, model.module, data)
-    snapshot = PolicyMatrices(windows.modules).snapshot(session_of(windows.modules), 1)
+def test_ddp_policy_is_announced_and_pushed_by_plain_names(one_rank: None) -> None:
+    model = DistributedDataParallel(tiny_qwen3())
+    modules = find_modules(model, ModulePaths())
+    snapshot = PolicyMatrices(modules).snapshot(session_of(modules), 1)
     assert snapshot is not None
     assert torch.equal(snapshot.tensors["lm_head.weight"], model.module.lm_head.weight)
     assert policy_tensors(model, "").keys() == tiny_qwen3().state_dict().keys()
@@ -87,7 +73,7 @@ def test_fsdp1_and_late_sharding_refused(one_rank: None) -> None:
     # What the loop has gathered of it is pushed all the same.
     assert policy_tensors(gathered, "", flat).keys() == gathered.keys()
     with pytest.raises(RefusedError, match="merge the adapters"):
-        policy_tensors(adapted(target_modules=["q_proj"]), "")
+        policy_tensors(adapted(), "")
 
 
 def test_experts_of_wrapped_policy_pushed_as_checkpoint(one_rank: None) -> None:

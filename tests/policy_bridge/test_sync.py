@@ -17,7 +17,7 @@ from slipstream.v1 import draft_trainer_pb2 as pb
 
 from .conftest import Connect, Rollouts, addresses, batch, deliver, make_model, ship
 from .doubles import DEADLINE, BlackHole, FakeTrainer
-from .test_peft import adapted
+from .policies import adapted
 
 Log = pytest.LogCaptureFixture
 

@@ -1,16 +1,11 @@
-"""The training forward as the place of capture: gradients, versions, and what is no pass of it."""
+"""The training forward as the place of capture: versions, logits, and what is no pass of it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
-from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from transformers import PreTrainedModel
 
-from policy_bridge import PolicyBridge
 from policy_bridge.copier import Copier
 from policy_bridge.extraction import picked_logits
 from slipstream.errors import RefusedError
@@ -19,100 +14,7 @@ from tests.tiny import tiny_qwen3
 
 from .conftest import Connect, batch, make_model
 from .doubles import DEADLINE, FakeTrainer
-from .test_models import PLAIN, checkpointed, compiled_layers_in_place, plain
-from .windows import Batch, Windows, assert_same_bits, hold, hooks_on, logits_of, own_logprobs
-
-
-def only_ids(model: nn.Module, micro: Batch) -> torch.Tensor:
-    return model(micro["input_ids"])
-
-
-def packed(data: Batch) -> Batch:
-    """The rows of a batch one after the other in one row."""
-    kept = data["attention_mask"].bool()
-    lengths = kept.sum(1).tolist()
-    return {
-        "input_ids": data["input_ids"][kept][None],
-        "loss_mask": data["loss_mask"][kept][None],
-        "position_ids": torch.cat([torch.arange(length) for length in lengths])[None],
-    }
-
-
-def loss_of(logits: torch.Tensor, micro: Batch) -> torch.Tensor:
-    return (own_logprobs(logits, micro["input_ids"]) * micro["loss_mask"][:, 1:]).sum()
-
-
-def accumulate(
-    model: nn.Module,
-    data: Batch,
-    windows: Windows | None,
-    forward: Callable[[nn.Module, Batch], torch.Tensor] = logits_of,
-) -> list[torch.Tensor]:
-    """Gradients of two micro-batches, each followed by a look at the policy without gradients.
-
-    Every pass is shipped after its backward, and no log-probs are given.
-    """
-    model.train()
-    model.zero_grad(set_to_none=True)
-    capture = windows.open() if windows is not None else PolicyBridge.disabled().capture()
-    with capture:
-        for rows in (slice(0, 2), slice(2, 3)):
-            micro = {key: value[rows] for key, value in data.items()}
-            loss_of(forward(model, micro), micro).backward()
-            with torch.no_grad():
-                forward(model, {key: value.flip(0) for key, value in micro.items()})
-            capture.ship(**micro)
-    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
-
-
-@pytest.mark.parametrize("make", [tiny_qwen3, checkpointed(False), checkpointed(True)])
-def test_training_pass_gradients_bit_identical(
-    make: Callable[[], PreTrainedModel],
-) -> None:
-    model, data = make(), batch((9, 5, 12))
-    expected = accumulate(model, data, None)
-    before = hooks_on(model)
-    windows, log_probs = Windows(model, training=True), Windows(model)
-    assert_same_bits(expected, accumulate(model, data, windows))
-    assert hooks_on(model) == before
-    with log_probs.open() as capture, torch.no_grad():
-        for rows in (slice(0, 2), slice(2, 3)):
-            micro = {key: value[rows] for key, value in data.items()}
-            logits_of(model, micro)
-            capture.ship(**micro)
-    assert len(windows.samples) == 3 == len(log_probs.samples)
-    for row in range(3):
-        assert torch.equal(windows.of_row(data, row).block, log_probs.of_row(data, row).block)
-
-
-@pytest.mark.parametrize("make", [plain, compiled_layers_in_place])
-def test_training_pass_captures_compiled_layers(make: Callable[[], nn.Module]) -> None:
-    model, data = make(), batch((9, 5, 12))
-    expected = accumulate(model, data, None, only_ids)
-    windows = Windows(model, paths=PLAIN, training=True)
-    assert_same_bits(expected, accumulate(model, data, windows, only_ids))
-    assert len(windows.samples) == 3
-
-
-def test_training_pass_captures_packed_rows() -> None:
-    model, data = tiny_qwen3(), batch((9, 5, 12))
-    row = packed(data)
-
-    def step(windows: Windows | None) -> list[torch.Tensor]:
-        model.train()
-        model.zero_grad(set_to_none=True)
-        capture = windows.open() if windows is not None else PolicyBridge.disabled().capture()
-        with capture:
-            inputs = {key: row[key] for key in ("input_ids", "position_ids")}
-            loss_of(model(**inputs, use_cache=False).logits, row).backward()
-            capture.ship(**row)
-        return [p.grad.clone() for p in model.parameters() if p.grad is not None]
-
-    windows = Windows(model, training=True)
-    assert_same_bits(step(None), step(windows))
-    assert [len(sample.token_ids) for sample in windows.samples].count(9) == 1
-    for number in range(3):
-        windows.of_row(data, number)
+from .windows import Windows, hold, logits_of, loss_of
 
 
 def test_training_window_refuses_pass_without_gradients() -> None:
