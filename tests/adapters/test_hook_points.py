@@ -14,7 +14,6 @@ from pathlib import Path
 
 import pytest
 
-DOCS = Path(__file__).resolve().parents[2] / "docs"
 VERL_WORKER = "verl/workers/engine_workers.py"
 VERL_ENGINE = "verl/workers/engine/fsdp/transformer_impl.py"
 VERL_ROLLOUTS = "verl/trainer/ppo/v1/agent_loop_tq.py"
@@ -129,18 +128,3 @@ def test_recipe_hook_exists_in_framework(file: str, name: str, parameters: tuple
 def test_recipe_replaced_call_exists_in_framework(file: str, text: str) -> None:
     path = folder_of(file.partition("/")[0]) / file
     assert text in path.read_text(encoding="utf-8"), f"{file}: no {text}"
-
-
-def test_every_place_is_in_the_page() -> None:
-    pages = (DOCS / "integrations.md", *DOCS.glob("recipes*.md"))
-    page = "".join(path.read_text(encoding="utf-8") for path in pages)
-    for file, name, _ in HOOKS:
-        assert name.rpartition(".")[2].removeprefix("__init__") in page, name
-        assert file.rpartition("/")[2] in page or file.startswith("trl/"), file
-
-
-def test_parameters_are_read_without_an_import() -> None:
-    source = "class A:\n async def f(self, x, /, y, *, z=1): ...\ndef f(a): ...\n"
-    assert parameters_of(source, "A.f") == ["self", "x", "y", "z"]
-    assert parameters_of(source, "f") == ["a"]
-    assert parameters_of(source, "A.g") is None and parameters_of(source, "C.f") is None

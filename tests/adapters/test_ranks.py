@@ -26,17 +26,10 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
-from examples.torch_loop.train import PROMPTS, SAMPLES, load, train
+from examples.torch_loop.train import PROMPTS, SAMPLES, load
 from policy_bridge import BridgeConfig, PolicyBridge
 from slipstream.v1 import draft_trainer_pb2 as pb
-from tests.adapters.ranks import (
-    AUX_LAYERS,
-    STEPS,
-    FixedRollouts,
-    any_score,
-    batches,
-    completion_mask,
-)
+from tests.adapters.ranks import AUX_LAYERS, STEPS, batches, completion_mask, loop
 from tests.policy_bridge.doubles import DEADLINE, FakeRollout, FakeTrainer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -132,21 +125,12 @@ def test_torch_loop_stays_on_cpu_where_a_gpu_is(
 
 
 def test_one_rank_bit_identical_and_ships_every_sample(policy_dir: Path) -> None:
-    plain, bridged, double, rollout = load(policy_dir), load(policy_dir), trainer(), FakeRollout()
-    losses = train(plain, PolicyBridge.disabled(), FixedRollouts(), STEPS, 1e-3, any_score)
+    double, rollout = trainer(), FakeRollout()
     with double.serve() as server, rollout.serve() as control:
-        config = BridgeConfig(server.address, "one", (control.address,), states_dtype="float32")
-        with PolicyBridge(bridged, config) as bridge:
-            assert bridge.wait_connected(DEADLINE)
-            assert train(bridged, bridge, FixedRollouts(), STEPS, 1e-3, any_score) == losses
-            assert bridge.flush(DEADLINE)
-    for (name, left), right in zip(
-        plain.state_dict().items(), bridged.state_dict().values(), strict=True
-    ):
-        assert torch.equal(left, right), name
-    assert Counter(s.policy_version for s in double.samples.values()) == dict.fromkeys(
-        range(STEPS), ROWS
-    )
+        found = loop(policy_dir, server.address, control.address)
+    assert found["same"] and found["flushed"] and found["shed"] == {}, found
+    versions = Counter(s.policy_version for s in double.samples.values())
+    assert versions == dict.fromkeys(range(STEPS), ROWS)
     assert rollout.policy_version == STEPS - 1
 
 

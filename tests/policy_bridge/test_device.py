@@ -10,6 +10,7 @@ import random
 import threading
 import weakref
 from collections.abc import Iterator
+from contextlib import suppress
 from copy import deepcopy
 from typing import Any
 
@@ -103,12 +104,19 @@ def test_window_of_many_passes_holds_at_most_device_bytes(copier: Copier) -> Non
     assert capture._kept == {}
 
 
-def test_window_exception_frees_thinned_states(copier: Copier) -> None:
+@pytest.mark.parametrize("end", ["exception", "refusal"])
+def test_window_that_ends_early_frees_kept_states(copier: Copier, end: str) -> None:
     model, data = tiny_qwen3().eval(), batch((ROW,) * 6)
     windows = Windows(model)
-    with pytest.raises(KeyError), windows.open(copier=copier, device_bytes=2 * STATES) as capture:
+    with suppress(KeyError), windows.open(copier=copier, device_bytes=2 * STATES) as capture:
         run(capture, model, data, rows=1)
-        raise KeyError("the loop's own")
+        if end == "exception":
+            raise KeyError("the loop's own")
+        with torch.no_grad():
+            model(data["input_ids"])
+        with pytest.raises(RefusedError, match="input_ids"):
+            capture.ship(data["input_ids"][:1], loss_mask=data["loss_mask"])
+        assert capture._kept == {} and capture._records == []
     assert copier.wait_idle(DEADLINE)
     assert windows.samples == [] and capture._kept == {} and capture._records == []
 
@@ -190,18 +198,23 @@ def test_thinning_out_of_memory_sheds_and_window_goes_on(
     assert len(windows.samples) == 1
 
 
-def test_out_of_memory_in_ship_sheds_earlier_passes_too(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("place", ["without_logits", "fill"])
+def test_out_of_device_memory_costs_window_not_run(
+    trainer: FakeTrainer, connect: Connect, monkeypatch: pytest.MonkeyPatch, place: str
 ) -> None:
-    model, data = tiny_qwen3().eval(), batch((9, 7))
-    windows = Windows(model)
-    with windows.open() as capture:
-        run(capture, model, data)
-        with monkeypatch.context() as full:
-            full.setattr("policy_bridge.capture.without_logits", _out_of_memory)
-            run(capture, model, data)
-    assert windows.counters.snapshot().shed == {"device_memory": 4}
-    assert not windows.samples
+    """Passes that were shipped before are counted too."""
+    model, data = make_model(), batch((9, 12))
+    bridge = connect(model=model, strict=True, version=1)
+    with monkeypatch.context() as full:
+        with torch.no_grad(), bridge.capture() as capture:
+            for _ in range(2):
+                model(data["input_ids"])
+                capture.ship(**data)
+                full.setattr(f"policy_bridge.capture.{place}", _out_of_memory)
+        assert bridge.flush(DEADLINE)
+    assert bridge.stats().shed == {"device_memory": 4}
+    deliver(bridge, model, data)
+    assert bridge.stats().accepted == 2
 
 
 @pytest.mark.parametrize("error", ["memory", "refusal"])
@@ -413,18 +426,6 @@ def test_states_are_copied_on_their_own_device(
     side.close()
     assert asked == [torch.device("cpu")]
     assert len(windows.samples) == 2 and ("synchronize", False) in streams.noted
-
-
-def test_refusal_in_later_pass_frees_earlier_states(copier: Copier) -> None:
-    model, data = tiny_qwen3().eval(), batch((ROW,) * 4)
-    windows = Windows(model)
-    with windows.open(copier=copier, device_bytes=2 * STATES) as capture:
-        run(capture, model, data, rows=2)
-        with pytest.raises(RefusedError, match="input_ids"):
-            with torch.no_grad():
-                model(data["input_ids"])
-            capture.ship(data["input_ids"][:1], loss_mask=data["loss_mask"])
-        assert capture._kept == {} and capture._records == []
 
 
 def test_refusal_after_window_frees_kept_states(side: Copier) -> None:

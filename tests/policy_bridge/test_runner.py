@@ -244,23 +244,6 @@ def test_two_refusals_in_window_cost_the_window_only(
     assert (stats.captures_refused, stats.accepted, stats.capture_off_reason) == (1, 1, "")
 
 
-def test_out_of_device_memory_costs_window_not_run(
-    trainer: FakeTrainer, connect: Connect, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(*_: object, **__: object) -> None:
-        raise torch.OutOfMemoryError("seeded by a test")
-
-    model, data = make_model(), batch((9, 12))
-    bridge = connect(model=model, strict=True, version=1)
-    for name in ("without_logits", "fill"):
-        monkeypatch.setattr(capture, name, full)
-        deliver(bridge, model, data)
-        monkeypatch.undo()
-    assert bridge.stats().shed == {"device_memory": 4}
-    deliver(bridge, model, data)
-    assert bridge.stats().accepted == 2
-
-
 @pytest.mark.parametrize("tokens", [1, 7, 8, 15, 40])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_wide_states_are_gathered_in_blocks(tokens: int, dtype: torch.dtype) -> None:

@@ -165,17 +165,6 @@ def test_refused_samples_counted_by_field_and_stream_continues(
     assert sum("token_ids" in record.message for record in caplog.records) == 1
 
 
-def test_refused_run_is_logged_once(
-    trainer: FakeTrainer, connect: Connect, caplog: pytest.LogCaptureFixture
-) -> None:
-    trainer.refuse_run = RefusedError("policy.hidden_size", 32, 64, "use the right draft")
-    bridge = connect(wait=False)
-    trainer.wait_for(lambda: trainer.events.count(("OpenRun", -1)) >= 3)
-    assert "policy.hidden_size: found 32, expected 64" in bridge.stats().last_error
-    bridge.close()
-    assert sum("policy.hidden_size" in record.message for record in caplog.records) == 1
-
-
 def test_close_drains_and_ends_every_thread(trainer: FakeTrainer, connect: Connect) -> None:
     model, data = make_model(), batch((10,) * 3)
     with connect(model=model, drain_seconds=DEADLINE) as bridge:

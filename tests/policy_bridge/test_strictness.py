@@ -206,7 +206,9 @@ def test_draft_not_fitting_policy_turns_capture_off(
         assert bridge.stats().capture_off_reason.startswith(f"{field}: found")
 
 
-def test_run_refused_by_trainer_turns_capture_off(trainer: FakeTrainer, connect: Connect) -> None:
+def test_run_refused_by_trainer_turns_capture_off(
+    trainer: FakeTrainer, connect: Connect, caplog: pytest.LogCaptureFixture
+) -> None:
     model, data = make_model(), batch((8,))
     trainer.refuse_run = RefusedError("policy.hidden_size", 32, 64, "use the right draft")
     bridge = connect(model=model, wait=False)
@@ -214,6 +216,7 @@ def test_run_refused_by_trainer_turns_capture_off(trainer: FakeTrainer, connect:
     sync(bridge, 1)
     ship(bridge, model, data)
     assert "policy.hidden_size: found 32, expected 64" in bridge.stats().capture_off_reason
+    assert sum("policy.hidden_size" in record.message for record in caplog.records) == 1
     trainer.refuse_run = None
     assert bridge.wait_connected(DEADLINE)
     sync(bridge, 2)
@@ -265,18 +268,28 @@ def test_policy_without_lm_head_is_still_synced() -> None:
         assert not bridge.wait_connected(0.0)
 
 
-def test_invalid_window_arguments_turn_capture_off(trainer: FakeTrainer, connect: Connect) -> None:
-    bridge = connect()
-    assert isinstance(bridge.capture(), NullCapture)
-    assert "no policy version" in bridge.stats().capture_off_reason
+@pytest.mark.parametrize("strict", [False, True])
+def test_invalid_window_arguments_turn_capture_off(
+    trainer: FakeTrainer, connect: Connect, strict: bool
+) -> None:
+    bridge = connect(strict=strict)
+
+    def refusal(**arguments: Any) -> str:
+        if strict:
+            with pytest.raises(RefusedError) as refused:
+                bridge.capture(**arguments)
+            return str(refused.value)
+        assert isinstance(bridge.capture(**arguments), NullCapture)
+        return bridge.stats().capture_off_reason
+
+    assert "no policy version" in refusal()
     sync(bridge, 1)
     for arguments, field in (
         ({"temperature": 0.0}, "temperature"),
         ({"temperature": None}, "temperature"),
         ({"forwards": 0}, "forw"),
     ):
-        assert isinstance(bridge.capture(**arguments), NullCapture)  # type: ignore[arg-type]
-        assert bridge.stats().capture_off_reason.startswith(field)
+        assert refusal(**arguments).startswith(field)
 
 
 @pytest.mark.parametrize("temperature", ["0.5", torch.tensor([0.5])])

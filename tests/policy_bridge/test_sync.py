@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import pickle
+from contextlib import nullcontext, suppress
 
 import pytest
 import torch
@@ -313,44 +314,38 @@ def test_sync_window_exception_aborts_stage(
     assert [double.policy_version for double, _ in rollouts] == [1, 1]
 
 
+@pytest.mark.parametrize(
+    ("failure", "told"),
+    [
+        ("Stage", "not staged on 1 rollout.*a switch"),
+        ("Commit", "not committed on 1 rollout.*a switch"),
+        ("gone", "not staged on 1 rollout.*UNAVAILABLE"),
+    ],
+)
 @pytest.mark.parametrize("swallowed", [False, True])
-def test_server_refusing_stage_aborts_push(
-    trainer: FakeTrainer, connect: Connect, rollouts: Rollouts, swallowed: bool
+def test_server_that_does_not_take_policy_raises(
+    trainer: FakeTrainer,
+    connect: Connect,
+    rollouts: Rollouts,
+    failure: str,
+    told: str,
+    swallowed: bool,
 ) -> None:
-    rollouts[1][0].fail.add("Stage")
+    """Also where the caller swallows what ``push_policy`` raises."""
+    (_, first), (double, second) = rollouts
+    double.fail.add(failure)
+    if failure == "gone":
+        second.kill()
     bridge = connect(rollout_servers=addresses(rollouts))
-    with pytest.raises(PolicySyncError, match="a switch") as raised, bridge.sync(1) as window:
-        if swallowed:
-            with pytest.raises(PolicySyncError):
-                window.push_policy()
-        else:
-            window.push_policy()
-    assert set(raised.value.errors) == {rollouts[1][1].address}
-    assert bridge.policy_version is None
-    assert [double.policy_version for double, _ in rollouts] == [None, None]
-    assert [double.staged for double, _ in rollouts] == [{}, {}]
-
-
-def test_server_refusing_commit_raises(
-    trainer: FakeTrainer, connect: Connect, rollouts: Rollouts
-) -> None:
-    rollouts[0][0].fail.add("Commit")
-    bridge = connect(rollout_servers=addresses(rollouts))
-    expected = pytest.raises(PolicySyncError, match="not committed on 1 rollout")
-    with expected as raised, bridge.sync(1) as window:
+    swallow = suppress(PolicySyncError) if swallowed else nullcontext()
+    with pytest.raises(PolicySyncError, match=told) as raised, bridge.sync(1) as window, swallow:
         window.push_policy()
-    assert set(raised.value.errors) == {rollouts[0][1].address}
-    assert raised.value.result.draft_versions == {rollouts[1][1].address: 3}
+    assert set(raised.value.errors) == {second.address}
     assert bridge.policy_version is None
-    assert rollouts[0][0].staged == {}
-
-
-def test_server_gone_raises(trainer: FakeTrainer, connect: Connect, rollouts: Rollouts) -> None:
-    rollouts[0][1].kill()
-    bridge = connect(rollout_servers=addresses(rollouts))
-    with pytest.raises(PolicySyncError, match="UNAVAILABLE"), bridge.sync(1) as window:
-        window.push_policy()
-    assert rollouts[1][0].staged == {}
+    committed = failure == "Commit"
+    assert raised.value.result.draft_versions == ({first.address: 3} if committed else {})
+    assert [d.policy_version for d, _ in rollouts] == [1 if committed else None, None]
+    assert [d.staged for d, _ in rollouts] == [{}, {}]
 
 
 def test_push_before_trainer_is_there_waits(

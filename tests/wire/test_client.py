@@ -11,7 +11,7 @@ import grpc
 import pytest
 
 from slipstream import serving
-from slipstream.client import MAX_MESSAGE_BYTES, open_channel
+from slipstream.client import open_channel
 from slipstream.errors import RefusedError
 from slipstream.security import ClientCredentials, open_access
 from slipstream.v1 import rollout_server_pb2 as pb
@@ -34,16 +34,6 @@ def test_call_on_closed_channel_raises(tmp_path: Path) -> None:
     ):
         with pytest.raises(ValueError, match="closed"):
             call()
-
-
-def test_every_option_of_a_server_is_given_once() -> None:
-    """Of one that is given twice gRPC takes the first."""
-    given = serving.server_options(4.0)
-    assert len(given) == len(dict(given))
-    found = dict(given)
-    assert found["grpc.max_receive_message_length"] == MAX_MESSAGE_BYTES
-    assert found["grpc.keepalive_time_ms"] == 4000
-    assert found["grpc.keepalive_timeout_ms"] == found["grpc.http2.ping_timeout_ms"] == 2000
 
 
 def test_host_with_one_remote_address_is_not_loopback(
