@@ -94,20 +94,21 @@ SOME = ("Llama", "Phi (1, 1.5, 2)", "Gemma 2", "Granite")
 def test_family_teacher_is_policy_distribution_or_refused(
     family: str,
 ) -> None:
-    exact, rounded = outcome(family), outcome(family, torch.bfloat16)
+    exact, rounded = outcome(family), outcome(family, torch.bfloat16, train=False)
     # Not by how much logits are off: that depends on the processor.
     table = re.sub(r"[\d.]+%", "%", PAGE.read_text())
     line = re.sub(r"[\d.]+%", "%", row(family, exact))
     assert f"\n{line} " in table, "run python -m docs.make_families"
-    for found in (exact, rounded):
-        if family in REFUSED:
+    if family in REFUSED:
+        for found in (exact, rounded):
             assert REFUSED[family] in found.refused and "Next step: " in found.refused
-            continue
+        return
+    for found in (exact, rounded):
         assert not found.refused
         assert found.least == pytest.approx(1.0, abs=5e-3)
         assert found.most == pytest.approx(1.0, abs=5e-3)
-        # Near the logarithm of the vocabulary: the draft is random.
-        assert math.isfinite(found.loss) and 3.0 < found.loss < 6.0
+    # Near the logarithm of the vocabulary: the draft is random.
+    assert math.isfinite(exact.loss) and 3.0 < exact.loss < 6.0
 
 
 @pytest.mark.parametrize("family", FAMILIES)
