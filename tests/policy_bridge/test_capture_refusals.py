@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -133,7 +132,9 @@ def test_step_during_other_optimizers_check_counts() -> None:
         optimizer.step()
         yield torch.zeros(1)
 
-    watch._count(SimpleNamespace(param_groups=[{"params": others()}]))  # type: ignore[arg-type]
+    critic = PastTheCounters([torch.nn.Parameter(torch.zeros(1))])
+    critic.param_groups = [{"params": others()}]
+    critic.step()
     watch.close()
     assert watch.moved()
 
