@@ -99,7 +99,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "Gemma 4, nested": (
         "Gemma4ForConditionalGeneration",
-        {"text_config": SOFT_CAP, "vision_config": None, "audio_config": None},
+        {
+            "text_config": {**SOFT_CAP, "vocab_size_per_layer_input": VOCAB},
+            **{"vision_config": None, "audio_config": None},
+        },
     ),
     "RecurrentGemma": ("RecurrentGemmaForCausalLM", {**SOFT_CAP, **RECURRENT}),
     "Qwen3-VL": (
