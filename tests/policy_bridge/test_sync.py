@@ -472,7 +472,7 @@ def test_policy_tensors_cast_floats_and_send_tied_ones_once() -> None:
     assert policy_tensors(given, "")["w"].dtype == torch.float32
 
 
-def test_policy_tensors_push_views_of_one_memory_that_are_not_tied() -> None:
+def test_policy_tensors_push_untied_views_of_one_memory() -> None:
     """Tied is what has the address, the shape and the strides in common: the rest is pushed."""
     weight = torch.arange(9.0).reshape(3, 3)
     given = {"w": weight, "transposed": weight.T, "row": weight[0], "tied": weight}
