@@ -41,7 +41,7 @@ def served() -> Iterator[tuple[str, Requests]]:
         yield f"http://127.0.0.1:{port}", received
 
 
-def test_completions_come_in_the_prompts_order_and_equal_neighbours_share_a_request(
+def test_completions_keep_prompt_order_and_share_equal_requests(
     served: tuple[str, Requests],
 ) -> None:
     url, received = served
@@ -58,7 +58,7 @@ def test_completions_come_in_the_prompts_order_and_equal_neighbours_share_a_requ
 
 
 @pytest.mark.parametrize(("temperature", "most"), [(0.0, 1), (1e-6, 1), (1e-5, 3), (None, 3)])
-def test_greedy_completions_of_equal_prompts_are_a_request_each(
+def test_completions_greedy_sends_one_request_per_prompt(
     served: tuple[str, Requests], temperature: float | None, most: int
 ) -> None:
     """vLLM refuses several of a prompt: "n must be 1 when using greedy sampling"."""
@@ -69,16 +69,14 @@ def test_greedy_completions_of_equal_prompts_are_a_request_each(
 
 
 @pytest.mark.parametrize("first", [90, 91, 92])
-def test_an_answer_with_something_missing_is_refused(
-    served: tuple[str, Requests], first: int
-) -> None:
+def test_completions_incomplete_answer_refused(served: tuple[str, Requests], first: int) -> None:
     with CompletionsClient([served[0]], "policy") as client:
         with pytest.raises(RefusedError) as caught:
             client.generate([[1, 2], [first, 2], [first, 2]], {})
         assert caught.value.field == "choices"
 
 
-def test_a_failed_request_and_no_server_are_errors(served: tuple[str, Requests]) -> None:
+def test_completions_http_500_or_no_server_raises(served: tuple[str, Requests]) -> None:
     with CompletionsClient([served[0]], "policy") as client, pytest.raises(httpx.HTTPStatusError):
         client.generate([[93, 2]], {})
     with pytest.raises(RefusedError):
@@ -102,7 +100,7 @@ def refused(refusal: bytes, sampling: dict[str, Any]) -> str:
     return str(caught.value)
 
 
-def test_a_refused_request_names_the_parameter_and_has_the_servers_words() -> None:
+def test_completions_http_400_names_sampling_parameter() -> None:
     error = {"error": {"message": NOT_WITH_DRAFTS, "type": "BadRequestError", "code": 400}}
     said = refused(json.dumps(error).encode(), {"top_p": 0.9, "min_p": 0.02, "logit_bias": None})
     assert said.startswith(f"sampling: min_p: found HTTP 400 ({NOT_WITH_DRAFTS}), expected ")
@@ -112,13 +110,13 @@ def test_a_refused_request_names_the_parameter_and_has_the_servers_words() -> No
 
 
 @pytest.mark.parametrize("body", [b"\x1b[2Jno" + b"!" * 9999, b'["no!"]', b'{"error": "no!"}'])
-def test_a_refusal_in_another_form_is_bounded_and_cleaned(body: bytes) -> None:
+def test_completions_http_400_other_body_is_bounded_text(body: bytes) -> None:
     said = refused(body, {"top_p": 0.9})
     assert "no!" in said and said.isprintable() and len(said) < 800
     assert said.startswith("sampling: top_p: ")
 
 
-def test_after_a_failed_request_those_that_wait_are_not_sent(served: tuple[str, Requests]) -> None:
+def test_completions_stop_after_first_failed_request(served: tuple[str, Requests]) -> None:
     url, received = served
     prompts = [[93, 2], *([number, 2] for number in range(1, 41))]
     with (
@@ -130,7 +128,7 @@ def test_after_a_failed_request_those_that_wait_are_not_sent(served: tuple[str, 
 
 
 @pytest.mark.parametrize("no_proxy", ["", "127.0.0.0/8", "fd00::/8"])
-def test_servers_are_reached_without_the_proxy_of_the_environment(
+def test_completions_client_ignores_proxy_environment(
     no_proxy: str, served: tuple[str, Requests], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
@@ -140,7 +138,7 @@ def test_servers_are_reached_without_the_proxy_of_the_environment(
         assert len(client.generate([[1]], {"max_tokens": 3})) == 1
 
 
-def test_an_address_without_a_scheme_is_refused_with_what_to_write() -> None:
+def test_completions_address_without_scheme_refused() -> None:
     with pytest.raises(RefusedError, match=r"write http://127\.0\.0\.1:8000"):
         CompletionsClient(["127.0.0.1:8000"], "policy")
 
@@ -156,7 +154,7 @@ def with_versions(value: str, samples: int) -> list[Completion]:
         return client.generate([[1, 2]] * samples, {})
 
 
-def test_a_completion_says_which_policy_version_sampled_which_of_its_tokens() -> None:
+def test_completion_spans_give_policy_version_per_token() -> None:
     told = '{"version":4,"spans":{"0/1":[[0,2],[1,4]],"0/2":[[0,null],[1,4]]}}'
     found = with_versions(told, 3)
     assert [c.spans for c in found] == [((0, 4),), ((0, 2), (1, 4)), ((0, None), (1, 4))]
@@ -164,13 +162,13 @@ def test_a_completion_says_which_policy_version_sampled_which_of_its_tokens() ->
     assert with_versions('{"version":null,"spans":{}}', 1)[0].oldest_version is None
 
 
-def test_versions_are_not_known_where_the_server_does_not_say(served: tuple[str, Requests]) -> None:
+def test_completion_without_version_header_has_no_spans(served: tuple[str, Requests]) -> None:
     with CompletionsClient([served[0]], "policy") as client:
         found = client.generate([[1, 2]], {})[0]
     assert found.spans == () and found.oldest_version is None
 
 
 @pytest.mark.parametrize("told", ["too long", '{"version":1}', '{"version":1,"spans":{"0/0":[3]}}'])
-def test_versions_that_cannot_be_read_are_refused(told: str) -> None:
+def test_completion_malformed_version_header_refused(told: str) -> None:
     with pytest.raises(RefusedError, match="x-slipstream-policy-versions"):
         with_versions(told, 1)

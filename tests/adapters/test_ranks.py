@@ -26,17 +26,10 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
-from examples.torch_loop.train import PROMPTS, SAMPLES, load, train
+from examples.torch_loop.train import PROMPTS, SAMPLES, load
 from policy_bridge import BridgeConfig, PolicyBridge
 from slipstream.v1 import draft_trainer_pb2 as pb
-from tests.adapters.ranks import (
-    AUX_LAYERS,
-    STEPS,
-    FixedRollouts,
-    any_score,
-    batches,
-    completion_mask,
-)
+from tests.adapters.ranks import AUX_LAYERS, STEPS, batches, completion_mask, loop
 from tests.policy_bridge.doubles import DEADLINE, FakeRollout, FakeTrainer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -100,7 +93,7 @@ def seen(policy_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
         yield Seen(ranks, loop, pipeline, rollout)
 
 
-def test_two_ranks_train_to_the_bit_as_without_a_bridge_and_ship_all_they_saw(seen: Seen) -> None:
+def test_two_fsdp2_ranks_bit_identical_and_ship_every_sample(seen: Seen) -> None:
     for found in (rank["loop"] for rank in seen.ranks):
         assert found["same"] and found["flushed"] and found["shed"] == {}, found
         assert found["accepted"] == found["chosen"] == ROWS * STEPS
@@ -117,7 +110,7 @@ def test_two_ranks_train_to_the_bit_as_without_a_bridge_and_ship_all_they_saw(se
     assert (calls["PrepareSync"], calls["CompleteSync"]) == (STEPS, STEPS)
 
 
-def test_a_gpu_of_the_machine_is_left_alone(
+def test_torch_loop_stays_on_cpu_where_a_gpu_is(
     policy_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = f"file://{tmp_path / 'store'}"
@@ -131,26 +124,17 @@ def test_a_gpu_of_the_machine_is_left_alone(
         dist.destroy_process_group()
 
 
-def test_one_rank(policy_dir: Path) -> None:
-    plain, bridged, double, rollout = load(policy_dir), load(policy_dir), trainer(), FakeRollout()
-    losses = train(plain, PolicyBridge.disabled(), FixedRollouts(), STEPS, 1e-3, any_score)
+def test_one_rank_bit_identical_and_ships_every_sample(policy_dir: Path) -> None:
+    double, rollout = trainer(), FakeRollout()
     with double.serve() as server, rollout.serve() as control:
-        config = BridgeConfig(server.address, "one", (control.address,), states_dtype="float32")
-        with PolicyBridge(bridged, config) as bridge:
-            assert bridge.wait_connected(DEADLINE)
-            assert train(bridged, bridge, FixedRollouts(), STEPS, 1e-3, any_score) == losses
-            assert bridge.flush(DEADLINE)
-    for (name, left), right in zip(
-        plain.state_dict().items(), bridged.state_dict().values(), strict=True
-    ):
-        assert torch.equal(left, right), name
-    assert Counter(s.policy_version for s in double.samples.values()) == dict.fromkeys(
-        range(STEPS), ROWS
-    )
+        found = loop(policy_dir, server.address, control.address)
+    assert found["same"] and found["flushed"] and found["shed"] == {}, found
+    versions = Counter(s.policy_version for s in double.samples.values())
+    assert versions == dict.fromkeys(range(STEPS), ROWS)
     assert rollout.policy_version == STEPS - 1
 
 
-def test_stages_ship_what_the_whole_policy_would(seen: Seen, policy_dir: Path) -> None:
+def test_pipeline_stages_ship_same_samples_as_whole_policy(seen: Seen, policy_dir: Path) -> None:
     first, last = (rank["pipeline"] for rank in seen.ranks)
     assert (first["gathered"], first["layers"]) == (0, 5)
     assert (last["gathered"], last["layers"]) == (2, 5)

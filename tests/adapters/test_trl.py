@@ -53,7 +53,7 @@ SMALL: dict[str, Any] = {
 SAMPLED_WITH = {"top_p": 0.9, "min_p": 0.02, "generation_kwargs": {"presence_penalty": 0.5}}
 
 
-def test_the_trained_model_can_be_copied_while_its_passes_are_watched() -> None:
+def test_trl_deepcopy_of_watched_model_is_not_watched() -> None:
     """To merge adapters, or as a reference: the copy is not watched."""
     model = torch.nn.Linear(2, 2)
     adapter = TrlRollouts(DisabledBridge(), FixedRollouts())
@@ -95,7 +95,7 @@ class Stub:
 CHAT = [{"role": "user", "content": "1+1"}]
 
 
-def test_versions_count_up_by_one_from_the_step_where_a_run_begins() -> None:
+def test_trl_policy_version_counts_generations_from_first_step() -> None:
     bridge, trainer, found = DisabledBridge(), Stub(), []
     rollouts = TrlRollouts(bridge, FixedRollouts(), weights=None)
     for step in (20, 20, 28, 36, 36):
@@ -105,7 +105,7 @@ def test_versions_count_up_by_one_from_the_step_where_a_run_begins() -> None:
     assert found == [20, 20, 21, 22, 22]
 
 
-def test_a_version_that_the_loop_itself_synced_is_not_synced_again() -> None:
+def test_trl_version_synced_by_loop_is_not_synced_again() -> None:
     bridge, trainer = DisabledBridge(), Stub()
     bridge.sync(0)
     never: Any = None  # called, it would be an error
@@ -114,7 +114,7 @@ def test_a_version_that_the_loop_itself_synced_is_not_synced_again() -> None:
     assert bridge.policy_version == 0
 
 
-def test_prompts_are_rendered_with_the_trainers_own_chat_template() -> None:
+def test_trl_prompts_use_trainer_chat_template() -> None:
     rollouts = TrlRollouts(DisabledBridge(), FixedRollouts(), weights=None)
     for trainer, expected in ((Stub(), None), (Stub(chat_template="of TRL"), "of TRL")):
         rollouts([CHAT], trainer)
@@ -130,9 +130,7 @@ def test_prompts_are_rendered_with_the_trainers_own_chat_template() -> None:
         ("prompts", {}, [{"type": "video", "video": 0}]),
     ],
 )
-def test_what_a_completions_request_cannot_do_is_refused(
-    field: str, changes: dict[str, Any], content: Any
-) -> None:
+def test_trl_tools_and_images_refused(field: str, changes: dict[str, Any], content: Any) -> None:
     bridge = DisabledBridge()
     rollouts = TrlRollouts(bridge, FixedRollouts(), weights=None)
     prompts = [CHAT, [{"role": "user", "content": content}]]
@@ -145,7 +143,7 @@ def test_what_a_completions_request_cannot_do_is_refused(
     rollouts([parts], Stub(tools=[], environment_factories=None))
 
 
-def test_what_the_adapter_hooks_into_is_in_this_trl() -> None:
+def test_trl_has_names_that_adapter_uses() -> None:
     """Names and arguments alone: a TRL that moves one of them fails here first, by name."""
     from trl import GRPOConfig, GRPOTrainer
 
@@ -166,7 +164,7 @@ def test_what_the_adapter_hooks_into_is_in_this_trl() -> None:
     }
 
 
-def test_zero_3_is_asked_through_its_engine() -> None:
+def test_trl_zero3_weights_gathered_by_engine() -> None:
     from accelerate import Accelerator, DistributedType
 
     weights = {"lm_head.weight": torch.ones(2, 2)}
@@ -202,7 +200,7 @@ def load_policy(policy_dir: Path) -> PreTrainedModel:
         ({"steps_per_generation": 2, "gradient_accumulation_steps": 1}, {0: 16, 1: 16}),
     ],
 )
-def test_training_is_the_same_to_the_bit_and_every_sequence_ships_once(
+def test_trl_training_bit_identical_and_each_sequence_ships_once(
     policy_dir: Path, tmp_path: Path, settings: dict[str, int], versions: dict[int, int]
 ) -> None:
     def run(bridge: Any, model: PreTrainedModel) -> list[float]:
@@ -240,7 +238,7 @@ def test_training_is_the_same_to_the_bit_and_every_sequence_ships_once(
 
 
 @pytest.mark.parametrize(("dtype", "bf16"), [(torch.bfloat16, False), (torch.float32, True)])
-def test_an_lm_head_in_float32_has_a_teacher_in_float32(
+def test_trl_float32_lm_head_gives_float32_teacher(
     policy_dir: Path, tmp_path: Path, dtype: torch.dtype, bf16: bool
 ) -> None:
     model = AutoModelForCausalLM.from_pretrained(policy_dir, dtype=dtype)
@@ -301,7 +299,7 @@ class Recorded:
 
 
 @pytest.mark.vllm
-def test_real_rollouts_come_from_the_synced_weights_and_feed_the_draft_trainer(
+def test_trl_rollouts_on_vllm_use_synced_weights(
     policy_dir: Path, server: Any, tmp_path: Path
 ) -> None:
     before = server.stub.GetState(rollout_pb.GetStateRequest(), timeout=30)

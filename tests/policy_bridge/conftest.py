@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from transformers import Qwen3ForCausalLM
 
 from policy_bridge import BridgeConfig, PolicyBridge
@@ -28,6 +30,15 @@ def make_model(dtype: torch.dtype = torch.float32, tied: bool = False) -> Qwen3F
 @pytest.fixture
 def model() -> Qwen3ForCausalLM:
     return make_model()
+
+
+@pytest.fixture
+def one_rank(tmp_path: Path) -> Iterator[None]:
+    """A process group of this process alone."""
+    store = f"file://{tmp_path / 'rendezvous'}"
+    dist.init_process_group("gloo", init_method=store, rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
 
 
 Connect = Callable[..., PolicyBridge]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -99,7 +99,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "Gemma 4, nested": (
         "Gemma4ForConditionalGeneration",
-        {"text_config": SOFT_CAP, "vision_config": None, "audio_config": None},
+        {
+            "text_config": {**SOFT_CAP, "vocab_size_per_layer_input": VOCAB},
+            **{"vision_config": None, "audio_config": None},
+        },
     ),
     "RecurrentGemma": ("RecurrentGemmaForCausalLM", {**SOFT_CAP, **RECURRENT}),
     "Qwen3-VL": (
@@ -174,7 +177,7 @@ class Outcome:
     refused: str = ""
 
 
-def outcome(family: str, dtype: torch.dtype = torch.float32) -> Outcome:
+def outcome(family: str, dtype: torch.dtype = torch.float32, train: bool = True) -> Outcome:
     """Capture two sequences of a family at temperature 0.7, check their teacher, train a step."""
     model, data = make(family, dtype), batch((12, 9))
     try:
@@ -204,12 +207,15 @@ def outcome(family: str, dtype: torch.dtype = torch.float32) -> Outcome:
         f"soft cap {form.soft_cap:g}" if form.soft_cap else "",
     ]
     found = masses(model, windows.samples, form)
+    lm_head = ", ".join(part for part in parts if part) or "plain"
+    seen = Outcome(lm_head, float(found.min()), float(found.max()))
+    if not train:
+        return seen
     heads = PolicyHeads(keep=1)
     heads.add(policy)
     draft = Eagle3Head(_draft_of(head.hidden_size), None)
     step = Learner(draft, TrainingConfig(ttt_steps=3)).step(windows.samples, heads)
-    lm_head = ", ".join(part for part in parts if part) or "plain"
-    return Outcome(lm_head, float(found.min()), float(found.max()), step.loss)
+    return replace(seen, loss=step.loss)
 
 
 def _draft_of(hidden: int) -> HeadConfig:

@@ -30,7 +30,7 @@ def test_a_framed_chunk_is_what_protobuf_reads(size: int, offset: int) -> None:
 
 
 @pytest.mark.parametrize(("blocks", "pause"), [(1, 0.0), (20, 0.004), (1000, 0.001)])
-def test_there_is_a_pause_after_each_block_and_a_bound_on_all(
+def test_hashing_pauses_after_each_block_within_a_bound(
     monkeypatch: pytest.MonkeyPatch, blocks: int, pause: float
 ) -> None:
     slept: list[float] = []
@@ -41,7 +41,7 @@ def test_there_is_a_pause_after_each_block_and_a_bound_on_all(
     assert slept == pytest.approx([pause] * blocks)
 
 
-def test_a_version_of_many_blocks_arrives(
+def test_announced_version_of_many_blocks_arrives(
     trainer: FakeTrainer,
     connect: Connect,
     model: torch.nn.Module,
@@ -130,7 +130,7 @@ def test_only_the_lead_announces(
     assert other.stats().last_error == ""
 
 
-def test_late_samples_of_a_version_that_was_refused_are_not_sent(
+def test_late_samples_of_refused_version_are_shed(
     trainer: FakeTrainer, connect: Connect, model: torch.nn.Module
 ) -> None:
     trainer.refuse_announcements = [RefusedError("tensors", "one", "another", "use it")]
@@ -147,7 +147,7 @@ def test_late_samples_of_a_version_that_was_refused_are_not_sent(
     assert trainer.received == []
 
 
-def test_samples_of_a_version_that_the_lead_announces_too_late_are_shed_and_later_ones_are_not(
+def test_samples_before_late_lead_announcement_are_shed(
     trainer: FakeTrainer, connect: Connect, model: torch.nn.Module
 ) -> None:
     lead, other = (connect(seed=seed, announce_seconds=0.5) for seed in range(2))
@@ -162,7 +162,7 @@ def test_samples_of_a_version_that_the_lead_announces_too_late_are_shed_and_late
     assert len(trainer.samples) == 2
 
 
-def test_a_version_that_the_lead_never_announces_does_not_hide_the_next(
+def test_version_never_announced_does_not_block_next(
     trainer: FakeTrainer, connect: Connect, model: torch.nn.Module
 ) -> None:
     lead, other = (connect(seed=seed, announce_seconds=0.5) for seed in range(2))
@@ -180,7 +180,7 @@ def test_a_version_that_the_lead_never_announces_does_not_hide_the_next(
     assert other.stats().accepted == 2 and trainer.events.count(("refused", 1)) == asked
 
 
-def test_the_wait_for_the_lead_begins_with_the_first_sample(
+def test_wait_for_lead_begins_with_first_sample(
     trainer: FakeTrainer, connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = [100.0]
@@ -204,7 +204,7 @@ def test_the_wait_for_the_lead_begins_with_the_first_sample(
     assert announcer.awaits_lead(1, 60.0)
 
 
-def test_a_sync_without_device_memory_costs_a_version(
+def test_sync_out_of_device_memory_skips_capture_of_version(
     trainer: FakeTrainer, connect: Connect, model: torch.nn.Module, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*_: object) -> None:

@@ -23,7 +23,7 @@ def spans(mask: list[list[int]] | None, positions: list[list[int]] | None) -> li
     return [(span.row, span.start, span.end) for span in found]
 
 
-def test_rows_are_padded_at_either_end() -> None:
+def test_spans_skip_padding_at_either_end() -> None:
     assert spans([[1, 1, 0], [0, 1, 1], [0, 0, 0], [1, 1, 1]], None) == [
         (0, 0, 2),
         (1, 1, 3),
@@ -32,7 +32,7 @@ def test_rows_are_padded_at_either_end() -> None:
     assert spans_of(None, None, (2, 3))[1].end == 3
 
 
-def test_positions_that_begin_again_begin_a_sequence() -> None:
+def test_spans_begin_where_positions_restart() -> None:
     assert spans(None, [[0, 1, 2, 0, 1, 0, 1]]) == [(0, 0, 3), (0, 3, 5), (0, 5, 7)]
     assert spans([[1, 1, 1, 1, 1, 0]], [[0, 0, 1, 0, 1, 2]]) == [(0, 0, 1), (0, 1, 3), (0, 3, 5)]
     # Left padding as Hugging Face numbers it.
@@ -48,7 +48,7 @@ def test_positions_that_begin_again_begin_a_sequence() -> None:
         ([[1, 0, 1]], [[0, 1, 2]], "position_ids"),
     ],
 )
-def test_what_is_neither_is_refused(
+def test_spans_mask_or_positions_with_gaps_refused(
     mask: list[list[int]] | None, positions: list[list[int]] | None, field: str
 ) -> None:
     with pytest.raises(RefusedError) as refused:
@@ -56,7 +56,7 @@ def test_what_is_neither_is_refused(
     assert refused.value.field == field
 
 
-def test_a_packed_batch_is_captured_sequence_by_sequence() -> None:
+def test_packed_batch_is_captured_per_sequence() -> None:
     """Packed into one row, each sequence gets the states it has alone, and its own positions."""
     lengths = (9, 5, 12)
     data, model = batch(lengths), tiny_qwen3().eval()

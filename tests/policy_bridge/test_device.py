@@ -10,6 +10,7 @@ import random
 import threading
 import weakref
 from collections.abc import Iterator
+from contextlib import suppress
 from copy import deepcopy
 from typing import Any
 
@@ -56,7 +57,7 @@ def run(
 
 
 @pytest.mark.parametrize("most", [3, 4])
-def test_thinned_passes_give_the_choice_that_whole_ones_give(copier: Copier, most: int) -> None:
+def test_thinned_passes_choose_same_samples_as_whole_passes(copier: Copier, most: int) -> None:
     model, data = tiny_qwen3().eval(), batch((ROW,) * 12)
     found = []
     for device_bytes in (1 << 30, 2 * most * STATES):
@@ -80,7 +81,7 @@ def test_thinned_passes_give_the_choice_that_whole_ones_give(copier: Copier, mos
         assert sample.header == own
 
 
-def test_a_window_of_many_passes_holds_no_more_than_its_bound(copier: Copier) -> None:
+def test_window_of_many_passes_holds_at_most_device_bytes(copier: Copier) -> None:
     model, data = tiny_qwen3().eval(), batch((ROW,) * 24)
     windows, alive = Windows(model, budget_bytes=2 * ROW * TOKEN), []
     kept: list[weakref.ref[torch.Tensor]] = []
@@ -103,17 +104,24 @@ def test_a_window_of_many_passes_holds_no_more_than_its_bound(copier: Copier) ->
     assert capture._kept == {}
 
 
-def test_what_is_thinned_out_goes_with_a_window_that_fails(copier: Copier) -> None:
+@pytest.mark.parametrize("end", ["exception", "refusal"])
+def test_window_that_ends_early_frees_kept_states(copier: Copier, end: str) -> None:
     model, data = tiny_qwen3().eval(), batch((ROW,) * 6)
     windows = Windows(model)
-    with pytest.raises(KeyError), windows.open(copier=copier, device_bytes=2 * STATES) as capture:
+    with suppress(KeyError), windows.open(copier=copier, device_bytes=2 * STATES) as capture:
         run(capture, model, data, rows=1)
-        raise KeyError("the loop's own")
+        if end == "exception":
+            raise KeyError("the loop's own")
+        with torch.no_grad():
+            model(data["input_ids"])
+        with pytest.raises(RefusedError, match="input_ids"):
+            capture.ship(data["input_ids"][:1], loss_mask=data["loss_mask"])
+        assert capture._kept == {} and capture._records == []
     assert copier.wait_idle(DEADLINE)
     assert windows.samples == [] and capture._kept == {} and capture._records == []
 
 
-def test_a_window_that_fails_while_its_passes_are_thinned_out_ends_no_thread(
+def test_window_exception_during_thinning_leaves_thread_alive(
     side: Copier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, data = tiny_qwen3().eval(), batch((ROW,) * 4)
@@ -131,7 +139,7 @@ def test_a_window_that_fails_while_its_passes_are_thinned_out_ends_no_thread(
     assert not side.died and capture._kept == {}
 
 
-def test_what_is_kept_goes_with_a_choice_that_comes_too_late(side: Copier) -> None:
+def test_choice_shed_as_too_late_frees_kept_states(side: Copier) -> None:
     model, data = tiny_qwen3().eval(), batch((ROW,) * 2)
     windows = Windows(model)
     with windows.open(copier=side, device_bytes=2 * STATES) as capture:
@@ -145,7 +153,7 @@ def test_what_is_kept_goes_with_a_choice_that_comes_too_late(side: Copier) -> No
     go_on.set()
 
 
-def test_passes_are_shed_while_the_copies_are_behind(side: Copier) -> None:
+def test_passes_beyond_device_bytes_are_shed_while_copies_lag(side: Copier) -> None:
     model, data = tiny_qwen3().eval(), batch((ROW,) * 4)
     windows = Windows(model)
     go_on = hold(side)
@@ -160,7 +168,7 @@ def test_passes_are_shed_while_the_copies_are_behind(side: Copier) -> None:
     assert len(windows.samples) >= 2
 
 
-def test_a_choice_that_comes_late_is_from_what_is_left(side: Copier) -> None:
+def test_late_choice_spends_remaining_budget(side: Copier) -> None:
     model, data = tiny_qwen3().eval(), batch((ROW,) * 2)
     windows, spent = Windows(model, budget_bytes=3 * ROW * TOKEN), Spent()
     go_on = hold(side)
@@ -175,7 +183,7 @@ def test_a_choice_that_comes_late_is_from_what_is_left(side: Copier) -> None:
     assert windows.counters.snapshot().chosen_samples == len(windows.samples) == 3
 
 
-def test_without_memory_for_the_copies_the_window_goes_on(
+def test_thinning_out_of_memory_sheds_and_window_goes_on(
     copier: Copier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, data = tiny_qwen3().eval(), batch((ROW,) * 4)
@@ -190,24 +198,27 @@ def test_without_memory_for_the_copies_the_window_goes_on(
     assert len(windows.samples) == 1
 
 
-def test_passes_that_go_with_one_that_finds_no_memory_are_counted(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("place", ["without_logits", "fill"])
+def test_out_of_device_memory_costs_window_not_run(
+    trainer: FakeTrainer, connect: Connect, monkeypatch: pytest.MonkeyPatch, place: str
 ) -> None:
-    model, data = tiny_qwen3().eval(), batch((9, 7))
-    windows = Windows(model)
-    with windows.open() as capture:
-        run(capture, model, data)
-        with monkeypatch.context() as full:
-            full.setattr("policy_bridge.capture.without_logits", _out_of_memory)
-            run(capture, model, data)
-    assert windows.counters.snapshot().shed == {"device_memory": 4}
-    assert not windows.samples
+    """Passes that were shipped before are counted too."""
+    model, data = make_model(), batch((9, 12))
+    bridge = connect(model=model, strict=True, version=1)
+    with monkeypatch.context() as full:
+        with torch.no_grad(), bridge.capture() as capture:
+            for _ in range(2):
+                model(data["input_ids"])
+                capture.ship(**data)
+                full.setattr(f"policy_bridge.capture.{place}", _out_of_memory)
+        assert bridge.flush(DEADLINE)
+    assert bridge.stats().shed == {"device_memory": 4}
+    deliver(bridge, model, data)
+    assert bridge.stats().accepted == 2
 
 
 @pytest.mark.parametrize("error", ["memory", "refusal"])
-def test_what_was_handed_over_before_the_copies_failed_is_counted_once(
-    monkeypatch: pytest.MonkeyPatch, error: str
-) -> None:
+def test_copy_failure_counts_each_sample_once(monkeypatch: pytest.MonkeyPatch, error: str) -> None:
     """Four samples in four groups: one is offered, one is not taken, two come to nothing."""
     model, data = tiny_qwen3().eval(), batch((ROW,) * 4)
     windows, filled = Windows(model), []
@@ -242,7 +253,7 @@ def _out_of_memory(*_: object, **__: object) -> None:
     raise torch.OutOfMemoryError("seeded by a test")
 
 
-def test_a_hook_without_memory_does_not_end_the_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_out_of_memory_in_hook_does_not_end_forward(monkeypatch: pytest.MonkeyPatch) -> None:
     model, data = tiny_qwen3().eval(), batch((9, 7))
     windows = Windows(model)
     with windows.open() as capture:
@@ -256,7 +267,7 @@ def test_a_hook_without_memory_does_not_end_the_pass(monkeypatch: pytest.MonkeyP
     assert len(windows.samples) == 4
 
 
-def test_what_the_loop_uses_again_is_copied(copier: Copier) -> None:
+def test_ship_copies_arguments_that_loop_overwrites(copier: Copier) -> None:
     model, data = tiny_qwen3().eval(), batch((9, 7))
     given: dict[str, Any] = {
         **data,
@@ -288,7 +299,7 @@ def test_what_the_loop_uses_again_is_copied(copier: Copier) -> None:
 
 
 @pytest.mark.parametrize("moved", [False, True])
-def test_log_probs_are_computed_for_the_chosen_alone_and_of_unmoved_weights(
+def test_logprobs_computed_for_chosen_rows_of_unmoved_weights(
     side: Copier, monkeypatch: pytest.MonkeyPatch, moved: bool
 ) -> None:
     model, data = tiny_qwen3().eval(), batch((9,) * 8)
@@ -333,7 +344,7 @@ def _counting(rows: list[int]) -> object:
     return made
 
 
-def test_a_loss_that_was_stepped_on_inside_the_window_ships_nothing_wrong() -> None:
+def test_weights_changed_inside_window_shed_its_samples() -> None:
     """On a host log Z is computed at the window's end: after the step it would be another's."""
     model, data = tiny_qwen3().eval(), batch((9, 7))
     windows = Windows(model)
@@ -351,7 +362,7 @@ def offloaded(model: torch.nn.Module) -> None:
     model.lm_head.weight = torch.nn.Parameter(weight.to("meta"), requires_grad=False)
 
 
-def test_numbers_come_from_the_logits_of_a_pass_whose_weights_are_gone(copier: Copier) -> None:
+def test_offloaded_lm_head_logprobs_come_from_pass_logits(copier: Copier) -> None:
     model, data = tiny_qwen3().eval(), batch((9, 7))
     found = []
     for gone in (False, True):
@@ -370,7 +381,7 @@ def test_numbers_come_from_the_logits_of_a_pass_whose_weights_are_gone(copier: C
 
 
 @pytest.mark.parametrize("when", ["before ship", "before the choice"])
-def test_weights_that_are_gone_when_they_are_needed_cost_the_window(
+def test_offloaded_lm_head_needed_later_costs_window(
     trainer: FakeTrainer, connect: Connect, when: str
 ) -> None:
     model, data = make_model(), batch((9, 7))
@@ -391,7 +402,7 @@ def test_weights_that_are_gone_when_they_are_needed_cost_the_window(
     assert bridge.stats().accepted == 2
 
 
-def test_states_are_copied_where_they_are_wherever_the_weights_were(
+def test_states_are_copied_on_their_own_device(
     trainer: FakeTrainer, connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, data, streams = make_model(), batch((9, 7)), Streams(monkeypatch)
@@ -417,19 +428,7 @@ def test_states_are_copied_where_they_are_wherever_the_weights_were(
     assert len(windows.samples) == 2 and ("synchronize", False) in streams.noted
 
 
-def test_a_refusal_in_a_later_pass_lets_go_of_the_earlier_ones(copier: Copier) -> None:
-    model, data = tiny_qwen3().eval(), batch((ROW,) * 4)
-    windows = Windows(model)
-    with windows.open(copier=copier, device_bytes=2 * STATES) as capture:
-        run(capture, model, data, rows=2)
-        with pytest.raises(RefusedError, match="input_ids"):
-            with torch.no_grad():
-                model(data["input_ids"])
-            capture.ship(data["input_ids"][:1], loss_mask=data["loss_mask"])
-        assert capture._kept == {} and capture._records == []
-
-
-def test_a_refusal_after_the_window_lets_go_of_what_it_kept(side: Copier) -> None:
+def test_refusal_after_window_frees_kept_states(side: Copier) -> None:
     model, data = tiny_qwen3().eval(), batch((ROW,) * 3)
     windows, refusals = Windows(model), list[RefusedError]()
     with windows.open(copier=side, device_bytes=2 * STATES, refuse=refusals.append) as capture:
@@ -448,7 +447,7 @@ def test_a_refusal_after_the_window_lets_go_of_what_it_kept(side: Copier) -> Non
     assert windows.counters.snapshot().shed == {"capture_refused": 1}
 
 
-def test_a_window_goes_without_the_cyclic_collector(copier: Copier) -> None:
+def test_window_is_freed_without_garbage_collector(copier: Copier) -> None:
     model, data = tiny_qwen3().eval(), batch((9, 7))
     windows = Windows(model)
     gc.disable()

@@ -38,7 +38,7 @@ raise SystemExit(3)
 """
 
 
-def test_a_loop_that_fails_beside_a_capture_ends_by_its_own_error() -> None:
+def test_failing_loop_exits_with_its_own_error() -> None:
     """And not by SIGABRT, of a thread that is inside torch while the interpreter ends."""
     with FakeTrainer().serve() as server:
         for version in (1, 2, 3):
@@ -47,7 +47,7 @@ def test_a_loop_that_fails_beside_a_capture_ends_by_its_own_error() -> None:
             assert ended.returncode == 3, ended.stderr[-2000:]
 
 
-def test_random_numbers_of_the_loop_are_its_own(connect: Connect) -> None:
+def test_bridge_leaves_random_state_alone(connect: Connect) -> None:
     random.seed(5)
     before = random.getstate(), torch.get_rng_state()
     absent = connect("127.0.0.1:1", wait=False)
@@ -58,7 +58,7 @@ def test_random_numbers_of_the_loop_are_its_own(connect: Connect) -> None:
     assert random.getstate() == before[0] and torch.equal(torch.get_rng_state(), before[1])
 
 
-def test_a_python_without_memfd_create_sends_inline(
+def test_python_without_memfd_create_sends_inline(
     trainer: FakeTrainer, connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As uv's."""
@@ -83,7 +83,7 @@ Around = Callable[[], AbstractContextManager[object]]
     ],
     ids=["default-device", "inference-then-not", "not-then-inference"],
 )
-def test_modes_of_torch_around_a_sync_do_not_matter(
+def test_sync_under_inference_mode_or_default_device(
     first: Around, second: Around, trainer: FakeTrainer, connect: Connect
 ) -> None:
     model = make_model()
@@ -104,7 +104,7 @@ def brain_floats() -> Iterator[None]:
     torch.set_default_dtype(torch.float32)
 
 
-def test_a_default_type_of_torch_does_not_matter(
+def test_capture_under_bfloat16_default_dtype(
     brain_floats: None, trainer: FakeTrainer, connect: Connect
 ) -> None:
     """Nor at a token whose number it cannot hold: the last of 260 is 259."""
@@ -127,7 +127,7 @@ def pickled(model: torch.nn.Module) -> torch.nn.Module:
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, pickled])
-def test_a_copy_of_the_policy_that_is_made_inside_a_window_is_another_model(
+def test_policy_copy_made_inside_window_is_not_captured(
     copied: Callable[[torch.nn.Module], torch.nn.Module],
 ) -> None:
     """Its passes are not the policy's."""
@@ -145,7 +145,7 @@ def test_a_copy_of_the_policy_that_is_made_inside_a_window_is_another_model(
         torch.testing.assert_close(found, expected[row, :length])
 
 
-def test_logits_are_computed_in_the_pass_s_type_under_autocast() -> None:
+def test_logits_computed_outside_ambient_autocast() -> None:
     modules = find_modules(make_model(), ModulePaths())
     states = torch.randn(3, modules.hidden_size)
     plain = whole_logits(modules, torch.float32)(states)

@@ -13,6 +13,7 @@ from policy_bridge.outbox import Entry, Outbox, file_bytes
 from policy_bridge.stats import Counters
 from slipstream.sample import Sample, header_of, layout_of
 from slipstream.shm import MemoryLostError, SharedFile
+from slipstream.tensors import Bytes
 
 # The smallest block has 256 bytes: sizes here are multiples of that.
 UNIT = 256
@@ -40,7 +41,7 @@ def counters() -> Counters:
     return Counters()
 
 
-def test_it_never_holds_more_than_its_bound(counters: Counters) -> None:
+def test_outbox_holds_at_most_capacity_bytes(counters: Counters) -> None:
     outbox = Outbox(5 * UNIT, counters)
     taken = sum(outbox.put(sample(f"a{i}", 1)) for i in range(10))
     assert (taken, outbox.nbytes, len(outbox)) == (5, 5 * UNIT, 5)
@@ -51,7 +52,7 @@ def test_it_never_holds_more_than_its_bound(counters: Counters) -> None:
     assert outbox.nbytes == 5 * UNIT
 
 
-def test_older_policies_make_room_and_newer_ones_do_not(counters: Counters) -> None:
+def test_outbox_full_sheds_older_policy_versions_only(counters: Counters) -> None:
     outbox = Outbox(5 * UNIT, counters)
     for name, version in (("a", 1), ("b", 2), ("c", 1), ("d", 2), ("e", 3)):
         assert outbox.put(sample(name, version))
@@ -65,7 +66,7 @@ def test_older_policies_make_room_and_newer_ones_do_not(counters: Counters) -> N
     assert order == ["d", "e", "f", "g"]
 
 
-def test_among_one_versions_samples_the_least_wanted_make_room(counters: Counters) -> None:
+def test_outbox_full_sheds_lowest_priority_of_version(counters: Counters) -> None:
     outbox = Outbox(5 * UNIT, counters)
     for name, version, priority in (
         ("a", 2, 9),
@@ -88,7 +89,7 @@ def test_among_one_versions_samples_the_least_wanted_make_room(counters: Counter
     assert set(outbox._held) == {"a", "f", "g", "h", "j"}
 
 
-def test_a_trainer_that_takes_nothing_leaves_no_trace_of_what_was_shed(counters: Counters) -> None:
+def test_outbox_shed_samples_leave_no_bookkeeping(counters: Counters) -> None:
     """The head waits for credit for ever; what is superseded behind it must not pile up."""
     outbox = Outbox(5 * UNIT, counters)
     for version in range(2000):
@@ -98,7 +99,7 @@ def test_a_trainer_that_takes_nothing_leaves_no_trace_of_what_was_shed(counters:
     assert sizes == [5, 5, 5, 5]
 
 
-def test_putting_looks_at_no_other_sample(
+def test_outbox_put_cost_is_independent_of_size(
     counters: Counters, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """O(1): as many samples are read with 10 held as with 2000, shedding included."""
@@ -124,7 +125,7 @@ def test_putting_looks_at_no_other_sample(
     assert reads[0] == reads[1] < 20
 
 
-def test_a_block_is_in_the_file_as_it_was_put(counters: Counters) -> None:
+def test_outbox_block_reads_back_or_is_lost(counters: Counters) -> None:
     outbox = Outbox(5 * UNIT, counters)
     one = sample("a", 1)
     assert outbox.put(one)
@@ -137,7 +138,7 @@ def test_a_block_is_in_the_file_as_it_was_put(counters: Counters) -> None:
         entry.read()
 
 
-def test_what_is_shed_in_flight_keeps_its_part_of_the_file(counters: Counters) -> None:
+def test_outbox_shed_in_flight_keeps_its_memory_until_ack(counters: Counters) -> None:
     outbox = Outbox(5 * UNIT, counters)
     for name in "abcde":
         assert outbox.put(sample(name, 1))
@@ -157,7 +158,7 @@ def test_what_is_shed_in_flight_keeps_its_part_of_the_file(counters: Counters) -
     assert outbox._held["g"].header.packed.span.offset == place
 
 
-def test_what_is_held_moves_to_another_file(counters: Counters, tmp_path: Path) -> None:
+def test_outbox_move_to_file_keeps_intact_samples(counters: Counters, tmp_path: Path) -> None:
     outbox = Outbox(8 * UNIT, counters)
     given = {name: sample(name, 1) for name in "abcd"}
     for one in given.values():
@@ -172,9 +173,31 @@ def test_what_is_held_moves_to_another_file(counters: Counters, tmp_path: Path) 
         assert outbox._held[name].read().tobytes() == given[name].block.numpy().tobytes()
 
 
-def test_a_new_file_that_cannot_be_written_costs_no_sample(
-    counters: Counters, tmp_path: Path
+def test_outbox_sample_shed_while_it_moves_frees_its_memory_once(
+    counters: Counters, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """What is put afterwards has all of the file, and keeps its bytes."""
+    units = 96  # A lost part of this size is more than the gaps that a file has room for.
+    outbox = Outbox(4 * units * UNIT, counters)
+    for name in "abcd":
+        assert outbox.put(sample(name, 1, units))
+    write = SharedFile.write
+
+    def shed_then_write(file: SharedFile, offset: int, block: Bytes) -> None:
+        outbox.shed("superseded", 1)
+        write(file, offset, block)
+
+    with monkeypatch.context() as moving:
+        moving.setattr(SharedFile, "write", shed_then_write)
+        outbox.move_to(SharedFile.create(tmp_path, file_bytes(4 * units * UNIT)))
+    assert counters.snapshot().shed == {"superseded": 4}
+    given = [sample(name, 2, units) for name in "efgh"]
+    assert [outbox.put(one) for one in given] == [True] * 4
+    found = [entry.read().tobytes() for entry in outbox.take(lambda entry: True, 4)]
+    assert found == [one.block.numpy().tobytes() for one in given]
+
+
+def test_outbox_move_to_truncated_file_keeps_samples(counters: Counters, tmp_path: Path) -> None:
     outbox = Outbox(8 * UNIT, counters)
     given = {name: sample(name, 1) for name in "abcdefgh"}
     for one in given.values():
@@ -193,7 +216,7 @@ def test_a_new_file_that_cannot_be_written_costs_no_sample(
     assert counters.snapshot().shed == {}
 
 
-def test_a_file_that_is_lost_is_followed_by_another_one(counters: Counters, tmp_path: Path) -> None:
+def test_outbox_truncated_file_is_replaced(counters: Counters, tmp_path: Path) -> None:
     outbox = Outbox(8 * UNIT, counters)
     outbox.move_to(SharedFile.create(tmp_path, file_bytes(8 * UNIT)))
     first, second = sample("a", 1), sample("b", 1)
@@ -208,7 +231,7 @@ def test_a_file_that_is_lost_is_followed_by_another_one(counters: Counters, tmp_
         outbox._held["a"].read()
 
 
-def test_what_is_taken_is_asked_before_anything_is_copied(counters: Counters) -> None:
+def test_outbox_takes_answers_before_copy(counters: Counters) -> None:
     outbox = Outbox(5 * UNIT, counters)
     assert outbox.takes(5 * UNIT, 1, 0) and not outbox.takes(6 * UNIT, 1, 0)
     for name in "abcde":
@@ -219,7 +242,7 @@ def test_what_is_taken_is_asked_before_anything_is_copied(counters: Counters) ->
     assert counters.snapshot().shed == {"too_large": 1, "outbox_full": 1}
 
 
-def test_a_sample_too_large_for_what_is_older_displaces_nothing(counters: Counters) -> None:
+def test_outbox_sample_larger_than_older_ones_sheds_nothing(counters: Counters) -> None:
     outbox = Outbox(5 * UNIT, counters)
     for name, version in (("a", 1), ("b", 2), ("c", 2), ("d", 2), ("e", 2)):
         assert outbox.put(sample(name, version))
@@ -228,7 +251,7 @@ def test_a_sample_too_large_for_what_is_older_displaces_nothing(counters: Counte
     assert counters.snapshot().shed == {"outbox_full": 1}
 
 
-def test_sent_samples_count_until_acknowledged_and_come_again_in_order(
+def test_outbox_sent_samples_held_until_ack_requeued_in_order(
     counters: Counters,
 ) -> None:
     outbox = Outbox(5 * UNIT, counters)
@@ -248,7 +271,31 @@ def test_sent_samples_count_until_acknowledged_and_come_again_in_order(
     assert outbox.wait_empty(0.0)
 
 
-def test_a_sample_shed_after_the_peek_is_not_sent(counters: Counters) -> None:
+def test_outbox_wait_empty_waits_for_sample_being_written(
+    counters: Counters, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or a flush would say that everything was sent while a sample is still on its way in."""
+    outbox, writing, go_on = Outbox(5 * UNIT, counters), threading.Event(), threading.Event()
+    write = SharedFile.write
+
+    def slow_write(file: SharedFile, offset: int, block: Bytes) -> None:
+        writing.set()
+        assert go_on.wait(60.0)
+        write(file, offset, block)
+
+    monkeypatch.setattr(SharedFile, "write", slow_write)
+    thread = threading.Thread(target=outbox.put, args=(sample("a", 1),))
+    thread.start()
+    assert writing.wait(60.0)
+    empty = outbox.wait_empty(0.0)
+    go_on.set()
+    thread.join(60.0)
+    assert not empty and not outbox.wait_empty(0.0)
+    assert take_one(outbox) and outbox.settle("a")
+    assert outbox.wait_empty(0.0)
+
+
+def test_outbox_sample_shed_after_peek_is_not_sent(counters: Counters) -> None:
     outbox = Outbox(UNIT, counters)
     outbox.put(sample("a", 1))
     head = outbox.peek(0.0)
@@ -259,7 +306,7 @@ def test_a_sample_shed_after_the_peek_is_not_sent(counters: Counters) -> None:
     assert counters.snapshot().shed == {"superseded": 1}
 
 
-def test_close_wakes_the_waiter_sheds_the_rest_and_takes_no_more(counters: Counters) -> None:
+def test_outbox_close_wakes_waiter_and_sheds_rest(counters: Counters) -> None:
     outbox = Outbox(5 * UNIT, counters)
     found: list[object] = []
     thread = threading.Thread(target=lambda: found.append(outbox.peek(60.0)))
@@ -271,7 +318,7 @@ def test_close_wakes_the_waiter_sheds_the_rest_and_takes_no_more(counters: Count
     assert counters.snapshot().shed["closed"] == 1
 
 
-def test_every_sample_of_many_threads_is_settled_or_shed(counters: Counters) -> None:
+def test_outbox_threads_settle_or_shed_each_sample_once(counters: Counters) -> None:
     outbox, settled = Outbox(10 * UNIT, counters), []
 
     def fill(worker: int) -> None:

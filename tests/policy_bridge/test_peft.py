@@ -11,48 +11,30 @@ from trl.trainer.utils import use_adapter
 
 from policy_bridge import BridgeConfig, PolicyBridge
 from policy_bridge.config import ModulePaths
-from policy_bridge.model import find_modules, stamp_of
+from policy_bridge.model import find_modules, watched
 from slipstream.errors import RefusedError
 from tests.tiny import tiny_qwen3
 
 from .conftest import batch
 from .doubles import DEADLINE, FakeTrainer
-from .test_models import check_states
+from .policies import adapted, check_states
 from .windows import LAYERS, Windows, assert_same_bits, gradients, gradients_in, logits_of
 
 
-def adapted(**settings: object) -> torch.nn.Module:
-    """Rank 2; adapters that begin at random, so that they change what the policy computes."""
-    config = peft.LoraConfig(r=2, init_lora_weights=False, **settings)
-    torch.manual_seed(0)
-    return peft.get_peft_model(tiny_qwen3(), config)
-
-
-@pytest.mark.parametrize(
-    ("settings", "trained"),
-    [({}, 2), ({"use_dora": True}, 3)],
-    ids=["lora", "dora"],
-)
-def test_capture_changes_no_bit_and_sees_what_the_adapted_policy_computes(
-    settings: dict[str, object], trained: int
-) -> None:
-    data = batch((9, 5, 12))
-    model = adapted(target_modules=["q_proj", "down_proj"], **settings)
-    torch.manual_seed(1)
-    plain = gradients(model, data, None)
-    windows = Windows(model)
-    torch.manual_seed(1)
-    assert_same_bits(plain, gradients(model, data, windows))
-    assert len(plain) == trained * 2 * 3  # Of the adapters alone: of two matrices in three layers.
-    check_states(windows, model.base_model.model, data)
-    stamp = stamp_of(windows.modules.weights())
-    torch.optim.SGD([p for p in model.parameters() if p.requires_grad], 0.1).step()
-    assert stamp_of(windows.modules.weights()) != stamp
+def test_peft_optimizer_step_counts_as_moved() -> None:
+    """It writes adapters alone: no weight that is announced."""
+    model = adapted()
+    moved = watched(find_modules(model, ModulePaths()).weights())
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], 0.1)
+    logits_of(model, batch((9, 5))).sum().backward()
+    assert not moved()
+    optimizer.step()
+    assert moved()
 
 
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("reference", [None, "ref"])
-def test_a_reference_pass_is_not_taken_for_the_policy(reference: str | None, late: bool) -> None:
+def test_peft_reference_pass_is_not_captured(reference: str | None, late: bool) -> None:
     """As of a KL term, between the policy's own pass and ``ship``: with other adapters, or none."""
     data, model = batch((9, 5, 12)), tiny_qwen3()
     config = peft.LoraConfig(r=2, init_lora_weights=False, target_modules=["q_proj", "down_proj"])
@@ -78,7 +60,7 @@ def test_a_reference_pass_is_not_taken_for_the_policy(reference: str | None, lat
 
 
 def lora_dropout() -> torch.nn.Module:
-    return adapted(target_modules=["q_proj", "down_proj"], lora_dropout=0.5)
+    return adapted(lora_dropout=0.5)
 
 
 def attention_dropout() -> torch.nn.Module:
@@ -86,7 +68,7 @@ def attention_dropout() -> torch.nn.Module:
 
 
 @pytest.mark.parametrize("make", [lora_dropout, attention_dropout])
-def test_a_pass_with_dropout_is_refused_and_its_gradients_are_its_own(
+def test_pass_with_dropout_refused_and_gradients_unchanged(
     make: Callable[[], torch.nn.Module],
 ) -> None:
     """Its states are not those of the policy that the rollout servers sample from."""
@@ -105,7 +87,7 @@ def test_a_pass_with_dropout_is_refused_and_its_gradients_are_its_own(
     assert len(windows.samples) == 3
 
 
-def test_adapters_with_dropout_that_come_after_the_bridge_are_seen_at_the_next_sync() -> None:
+def test_peft_dropout_added_after_start_seen_at_next_sync() -> None:
     """As TRL's: ``GRPOTrainer(peft_config=...)`` is given a model that has its bridge already."""
     double, model = FakeTrainer(layers=LAYERS), tiny_qwen3()
     double.vocab_ids = torch.arange(model.config.vocab_size)
@@ -128,7 +110,7 @@ def test_adapters_with_dropout_that_come_after_the_bridge_are_seen_at_the_next_s
 
 @pytest.mark.parametrize("part", ["lm_head", "embed_tokens"])
 @pytest.mark.parametrize("how", ["target_modules", "modules_to_save"])
-def test_an_adapted_matrix_that_the_trainer_needs_is_refused(part: str, how: str) -> None:
+def test_peft_adapter_on_lm_head_or_embeddings_refused(part: str, how: str) -> None:
     modules = {"target_modules": ["q_proj"]}
     modules[how] = [*modules.get(how, []), part]
     with pytest.raises(RefusedError, match=f"leave {part} out of the adapter"):

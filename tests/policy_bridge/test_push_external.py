@@ -17,7 +17,7 @@ from .conftest import Connect, Rollouts, addresses
 from .doubles import DEADLINE, FakeRollout, FakeTrainer
 
 
-def test_a_transfer_that_cannot_be_sent_is_the_callers_error(
+def test_push_external_send_error_reaches_caller(
     trainer: FakeTrainer, connect: Connect, rollouts: Rollouts
 ) -> None:
     def fails() -> None:
@@ -34,7 +34,7 @@ def test_a_transfer_that_cannot_be_sent_is_the_callers_error(
         null.push_external({}, fails)
 
 
-def test_a_server_that_fails_its_commit_is_told_although_the_transfer_failed_for_it(
+def test_push_external_reports_failed_commit_beside_send_error(
     trainer: FakeTrainer, connect: Connect, rollouts: Rollouts
 ) -> None:
     def waits() -> None:
@@ -48,7 +48,7 @@ def test_a_server_that_fails_its_commit_is_told_although_the_transfer_failed_for
     assert isinstance(raised.value.__context__, TimeoutError)
 
 
-def test_a_trainer_that_answers_once_a_long_transfer_has_ended_is_not_late(
+def test_push_external_waits_for_trainer_answer_after_transfer(
     trainer: FakeTrainer, connect: Connect, rollouts: Rollouts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its commits receive for longer than ``sync_seconds``; the bridge's own wait behind them."""
@@ -78,7 +78,7 @@ def test_a_trainer_that_answers_once_a_long_transfer_has_ended_is_not_late(
     assert [double.policy_version for double, _ in rollouts] == [6, 6]
 
 
-def test_other_servers_than_at_the_last_transfer_are_refused_once(
+def test_push_external_to_other_servers_refused_once(
     trainer: FakeTrainer, connect: Connect, rollouts: Rollouts
 ) -> None:
     """A group with a server that left would wait for it; one that joined is not in the group."""
@@ -96,7 +96,7 @@ def test_other_servers_than_at_the_last_transfer_are_refused_once(
     assert [double.policy_version for double, _ in rollouts] == [3, 3]
 
 
-def test_what_vllm_receives_is_sent_while_the_servers_commit(
+def test_push_external_sends_while_servers_commit(
     trainer: FakeTrainer, connect: Connect, rollouts: Rollouts
 ) -> None:
     """Every commit waits for the weights, and the weights for every commit."""

@@ -35,9 +35,7 @@ def killed_with_three_unacknowledged(
     return server.port, bridge, model, data
 
 
-def test_a_lost_ack_and_a_restart_send_the_same_ids_again(
-    trainer: FakeTrainer, connect: Connect
-) -> None:
+def test_trainer_restart_resends_unacknowledged_ids(trainer: FakeTrainer, connect: Connect) -> None:
     port, bridge, *_ = killed_with_three_unacknowledged(trainer, connect)
     trainer.ack = True
     with trainer.serve(port):
@@ -50,7 +48,7 @@ def test_a_lost_ack_and_a_restart_send_the_same_ids_again(
     assert stats.shed == {}
 
 
-def test_a_trainer_that_lost_everything_is_told_again(
+def test_trainer_restart_empty_gets_policy_and_samples_again(
     trainer: FakeTrainer, connect: Connect
 ) -> None:
     """Killed and restarted empty: the policy is announced anew, unacknowledged samples come."""
@@ -66,9 +64,7 @@ def test_a_trainer_that_lost_everything_is_told_again(
     assert bridge.stats().shed == {}
 
 
-def test_a_trainer_with_too_much_to_do_is_asked_again(
-    trainer: FakeTrainer, connect: Connect
-) -> None:
+def test_busy_trainer_announcement_is_retried(trainer: FakeTrainer, connect: Connect) -> None:
     busy = RefusedError("server.max_calls", 4, 4, "wait", StatusCode.RESOURCE_EXHAUSTED)
     trainer.refuse_announcements = [busy, busy, busy]
     model = make_model()
@@ -84,7 +80,7 @@ def test_a_trainer_with_too_much_to_do_is_asked_again(
     assert (stats.connects, stats.last_error) == (1, "")
 
 
-def test_the_file_of_a_lost_stream_makes_room_for_the_next_ones(
+def test_lost_stream_file_freed_before_next_is_created(
     trainer: FakeTrainer, connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With shared memory for one file at a time, the second stream has one too."""
@@ -106,7 +102,7 @@ def test_the_file_of_a_lost_stream_makes_room_for_the_next_ones(
     assert trainer.received[:3] == trainer.received[3:] and len(files) == 2
 
 
-def test_a_stream_without_news_is_opened_again(trainer: FakeTrainer, connect: Connect) -> None:
+def test_stream_without_answers_is_reopened(trainer: FakeTrainer, connect: Connect) -> None:
     model = make_model()
     trainer.ack = False
     bridge = connect(model=model, stall_seconds=0.3, version=1)
@@ -118,9 +114,7 @@ def test_a_stream_without_news_is_opened_again(trainer: FakeTrainer, connect: Co
     assert "does not answer" in bridge.stats().last_error
 
 
-def test_a_stream_whose_first_credit_never_comes_is_opened_again(
-    trainer: FakeTrainer, connect: Connect
-) -> None:
+def test_stream_without_first_credit_is_reopened(trainer: FakeTrainer, connect: Connect) -> None:
     model = make_model()
     trainer.hang.add("StreamStates")
     bridge = connect(model=model, stall_seconds=0.3, version=1)
@@ -134,9 +128,7 @@ def test_a_stream_whose_first_credit_never_comes_is_opened_again(
     assert len(trainer.samples) == 2
 
 
-def test_another_draft_after_a_restart_sheds_what_no_longer_fits(
-    trainer: FakeTrainer, connect: Connect
-) -> None:
+def test_draft_changed_at_restart_sheds_old_samples(trainer: FakeTrainer, connect: Connect) -> None:
     port, bridge, model, data = killed_with_three_unacknowledged(trainer, connect)
     other = FakeTrainer(layers=(1, 3, 6))
     with other.serve(port):
@@ -149,7 +141,7 @@ def test_another_draft_after_a_restart_sheds_what_no_longer_fits(
     assert {tuple(s.header.aux_layers) for s in other.samples.values()} == {(1, 3, 6)}
 
 
-def test_an_absent_trainer_leaves_null_windows_until_it_comes(
+def test_absent_trainer_gives_null_windows_until_it_comes(
     trainer: FakeTrainer, connect: Connect
 ) -> None:
     model, data = make_model(), batch((10,) * 3)
@@ -172,7 +164,7 @@ def test_an_absent_trainer_leaves_null_windows_until_it_comes(
     assert len(trainer.samples) == 3
 
 
-def test_a_resumed_job_that_starts_before_its_trainer_is_told_of_newer_versions(
+def test_resumed_job_before_trainer_refused_below_known_version(
     trainer: FakeTrainer, connect: Connect
 ) -> None:
     """Or its samples would be trained with the matrices that another job gave these versions."""
@@ -191,7 +183,7 @@ def test_a_resumed_job_that_starts_before_its_trainer_is_told_of_newer_versions(
     assert [sample.policy_version for sample in trainer.samples.values()] == [8]
 
 
-def test_a_resumed_job_at_the_version_that_its_trainer_knows_is_compared_with_it(
+def test_resumed_job_at_known_version_compares_matrices(
     trainer: FakeTrainer, connect: Connect
 ) -> None:
     model, data = make_model(), batch((8,))
@@ -210,7 +202,7 @@ def test_a_resumed_job_at_the_version_that_its_trainer_knows_is_compared_with_it
     assert len(trainer.samples) == 1
 
 
-def test_a_trainer_that_never_answers_costs_only_the_deadlines(connect: Connect) -> None:
+def test_hung_trainer_costs_only_deadlines(connect: Connect) -> None:
     model, data = make_model(), batch((10,))
     with BlackHole() as address:
         bridge = connect(address, model=model, wait=False, connect_seconds=0.05, sync_seconds=0.05)
@@ -230,7 +222,7 @@ def test_a_trainer_that_never_answers_costs_only_the_deadlines(connect: Connect)
 
 
 @pytest.mark.parametrize("first", ["old", "new"])
-def test_states_that_come_after_the_draft_changed_are_not_taken_for_its_own(
+def test_states_captured_before_draft_changed_are_shed(
     trainer: FakeTrainer, connect: Connect, first: str
 ) -> None:
     # The message names the session's layers: states of other ones would train under their names.
@@ -262,7 +254,9 @@ def test_states_that_come_after_the_draft_changed_are_not_taken_for_its_own(
     assert {s.policy_version for s in other.samples.values()} == {2}
 
 
-def test_what_fits_goes_out_behind_what_does_not(trainer: FakeTrainer, connect: Connect) -> None:
+def test_samples_that_fit_draft_are_sent_behind_others(
+    trainer: FakeTrainer, connect: Connect
+) -> None:
     # Both wait in the outbox when the first is looked at: they must not travel together.
     bridge = connect(model=(model := make_model()))
     trainer.hang.add("AnnouncePolicy")
@@ -280,9 +274,7 @@ def test_what_fits_goes_out_behind_what_does_not(trainer: FakeTrainer, connect: 
     assert bridge.stats().accepted == len(trainer.samples) == 2
 
 
-def test_a_trainer_slower_than_the_policy_takes_what_it_has_time_for(
-    trainer: FakeTrainer, connect: Connect
-) -> None:
+def test_slow_trainer_skips_versions_between(trainer: FakeTrainer, connect: Connect) -> None:
     """A version stays while it is announced; given up are those that wait behind it."""
     model = make_model()
     trainer.hang = {"AnnouncePolicy"}
@@ -298,9 +290,7 @@ def test_a_trainer_slower_than_the_policy_takes_what_it_has_time_for(
     assert bridge.stats().shed == {"policy_not_announced": 6}
 
 
-def test_what_waits_for_a_hung_trainer_is_copied_into_memory_that_was_there(
-    trainer: FakeTrainer, connect: Connect
-) -> None:
+def test_hung_trainer_snapshots_reuse_memory(trainer: FakeTrainer, connect: Connect) -> None:
     model = make_model()
     trainer.hang = {"AnnouncePolicy"}
     bridge = connect(model=model, version=1)

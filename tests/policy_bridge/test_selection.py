@@ -30,7 +30,7 @@ def candidates(sizes: Sequence[int], seed: int = 0) -> list[Candidate]:
     return [Candidate(row, 0, n, 0, 0, n * 10, lot=draw()) for row, n in enumerate(sizes)]
 
 
-def test_the_choice_fills_the_budget_in_the_order_of_lots() -> None:
+def test_choice_fills_budget_in_order_of_lots() -> None:
     pool = candidates([5] * 20)
     first = choose(pool, 500)
     assert len(first) == 10 and sum(c.nbytes for c in first) == 500
@@ -38,7 +38,7 @@ def test_the_choice_fills_the_budget_in_the_order_of_lots() -> None:
     assert [c.row for c in first] != [c.row for c in choose(candidates([5] * 20, 1), 500)]
 
 
-def test_what_does_not_fit_is_passed_over() -> None:
+def test_choice_passes_over_samples_that_do_not_fit() -> None:
     pool = [
         replace(one, lot=lot) for one, lot in zip(candidates([6, 5, 4]), (0, 1, 2), strict=True)
     ]
@@ -46,7 +46,7 @@ def test_what_does_not_fit_is_passed_over() -> None:
     assert choose(pool, 30) == []
 
 
-def test_the_choice_is_uniform() -> None:
+def test_choice_is_uniform() -> None:
     """Null: each of 20 equal candidates is chosen with probability 1/2 per draw.
 
     Over 2000 draws a count has standard deviation 22; 6 of those in any of 20
@@ -60,7 +60,7 @@ def test_the_choice_is_uniform() -> None:
     assert all(abs(count - 1000) < 6 * 22.4 for count in counts)
 
 
-def test_the_order_of_the_choice_is_the_order_of_shedding() -> None:
+def test_choice_order_is_shedding_priority() -> None:
     priorities: list[tuple[int, int]] = []
     model, data = tiny_qwen3(), batch((9, 9, 9, 9))
     lots = iter((0.3, 0.1, 0.4, 0.2))
@@ -81,14 +81,14 @@ def cut(length: int, max_tokens: int, completion_from: int = 0) -> list[Candidat
     return windows(row=0, start=4, loss_mask=mask, token_bytes=1, max_tokens=max_tokens)
 
 
-def test_a_sequence_that_fits_is_whole() -> None:
+def test_sequence_within_max_tokens_is_one_window() -> None:
     (whole,) = cut(100, 100, completion_from=30)
     assert (whole.start, whole.end, whole.offset, whole.fresh) == (4, 104, 0, 4)
     assert whole.nbytes == 100
 
 
 @pytest.mark.parametrize("length", [101, 250, 1000])
-def test_windows_cover_every_token_once_and_repeat_context(length: int) -> None:
+def test_sequence_windows_cover_tokens_once_with_context(length: int) -> None:
     found = cut(length, 100)
     context = min(CONTEXT_TOKENS, 25)
     fresh = [column for w in found for column in range(w.fresh, w.end)]
@@ -97,14 +97,14 @@ def test_windows_cover_every_token_once_and_repeat_context(length: int) -> None:
     assert all(w.fresh - w.start == context for w in found[1:])
 
 
-def test_windows_without_a_target_are_left_out() -> None:
+def test_sequence_windows_without_target_are_left_out() -> None:
     assert cut(300, 100, completion_from=300) == []
     # The first two tokens of a sample cannot be predicted by any anchor of it.
     assert windows(row=0, start=0, loss_mask=[True, True], token_bytes=1, max_tokens=9) == []
     assert [w.offset for w in cut(300, 100, completion_from=290)] == [225]
 
 
-def test_the_budget_bounds_what_is_shipped(trainer: FakeTrainer, connect: Connect) -> None:
+def test_bytes_per_step_bounds_shipped_samples(trainer: FakeTrainer, connect: Connect) -> None:
     model, data = make_model(), batch((10,) * 12)
     token = bytes_per_token(3, HIDDEN, torch.float32)
     assert token == 4 * HIDDEN * 4 + 21
@@ -118,9 +118,7 @@ def test_the_budget_bounds_what_is_shipped(trainer: FakeTrainer, connect: Connec
     assert states == 30 * 4 * HIDDEN * 4
 
 
-def test_a_trainer_that_does_not_train_is_sent_what_it_has_a_use_for(
-    trainer: FakeTrainer, connect: Connect
-) -> None:
+def test_wanted_tokens_bound_samples_of_version(trainer: FakeTrainer, connect: Connect) -> None:
     model, data = make_model(), batch((10,) * 12)
     bridge = connect(model=model)
     for version, wanted, more in ((1, 45, 12), (2, 45, 4), (3, 0, 4), (4, 0, 12)):
@@ -131,9 +129,7 @@ def test_a_trainer_that_does_not_train_is_sent_what_it_has_a_use_for(
         assert len(trainer.samples) - before == more, "each answer holds from then on"
 
 
-def test_what_a_trainer_has_a_use_for_is_known_when_its_stream_is_opened_again(
-    trainer: FakeTrainer, connect: Connect
-) -> None:
+def test_wanted_tokens_survive_reconnect(trainer: FakeTrainer, connect: Connect) -> None:
     model, data = make_model(), batch((10,) * 12)
     trainer.wanted_tokens = 45
     server = trainer.serve()
@@ -149,7 +145,7 @@ def test_what_a_trainer_has_a_use_for_is_known_when_its_stream_is_opened_again(
     assert len(trainer.samples) == 12 + 4
 
 
-def test_a_trainer_is_heard_although_no_sequence_fits_into_what_it_has_a_use_for(
+def test_wanted_tokens_below_one_sequence_still_send_one(
     trainer: FakeTrainer, connect: Connect
 ) -> None:
     model = make_model()
@@ -164,7 +160,7 @@ def test_a_trainer_is_heard_although_no_sequence_fits_into_what_it_has_a_use_for
     assert len(trainer.samples) == 6 + 4, "as many as there are"
 
 
-def test_the_first_sample_of_a_version_may_be_larger_than_the_budget() -> None:
+def test_first_sample_of_version_may_exceed_budget() -> None:
     pool = candidates([5, 50, 5])
     spent = Spent(first_bytes=60)
     (first,) = spent.choose(pool, 40)
@@ -177,7 +173,7 @@ def test_the_first_sample_of_a_version_may_be_larger_than_the_budget() -> None:
     assert len(Spent(first_bytes=60).choose(pool, 100)) == 2
 
 
-def test_what_a_trainer_has_a_use_for_is_of_all_windows_of_a_version(
+def test_wanted_tokens_are_shared_by_windows_of_version(
     trainer: FakeTrainer, connect: Connect
 ) -> None:
     model, data = make_model(), batch((10,))
@@ -192,7 +188,7 @@ def test_what_a_trainer_has_a_use_for_is_of_all_windows_of_a_version(
 
 
 @pytest.mark.parametrize(("tokens", "taken"), [(15, 1), (25, 2)])
-def test_the_budget_is_of_all_windows_of_a_version(
+def test_bytes_per_step_is_shared_by_windows_of_version(
     trainer: FakeTrainer, connect: Connect, tokens: int, taken: int
 ) -> None:
     model, data = make_model(), batch((10,))
@@ -211,7 +207,7 @@ def test_the_budget_is_of_all_windows_of_a_version(
 
 
 @pytest.mark.parametrize("forwards", [None, 4])
-def test_the_budget_holds_over_micro_batches(
+def test_bytes_per_step_holds_over_micro_batches(
     trainer: FakeTrainer, connect: Connect, forwards: int | None
 ) -> None:
     model, data = make_model(), batch((10,) * 12)
@@ -226,7 +222,7 @@ def test_the_budget_holds_over_micro_batches(
     assert len(trainer.samples) == 6
 
 
-def test_long_sequences_arrive_as_windows(trainer: FakeTrainer, connect: Connect) -> None:
+def test_long_sequences_arrive_as_sequence_windows(trainer: FakeTrainer, connect: Connect) -> None:
     trainer.max_tokens = 16
     model, data = make_model(), batch((40,), "left")
     bridge = connect(model=model, version=1)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -35,33 +34,20 @@ from tests.tiny import tiny_qwen3
 
 from .conftest import HIDDEN, VOCAB, Connect, batch, deliver, make_model, ship, sync
 from .doubles import DEADLINE, FakeTrainer
-from .test_models import check_states, qwen3_moe
-from .test_peft import adapted
-from .windows import Batch, Windows, assert_same_bits, gradients, hooks_on, own_logprobs, session_of
+from .policies import adapted, qwen3_moe
+from .windows import Batch, Windows, hooks_on, own_logprobs, session_of
 
 
-@pytest.fixture
-def one_rank(tmp_path: Path) -> Iterator[None]:
-    dist.init_process_group(
-        "gloo", init_method=f"file://{tmp_path / 'rendezvous'}", rank=0, world_size=1
-    )
-    yield
-    dist.destroy_process_group()
-
-
-def test_a_ddp_policy_is_looked_into(one_rank: None) -> None:
-    data, model = batch((9, 5, 12)), DistributedDataParallel(tiny_qwen3())
-    plain = gradients(model, data, None)
-    windows = Windows(model)
-    assert_same_bits(plain, gradients(model, data, windows))
-    check_states(windows, model.module, data)
-    snapshot = PolicyMatrices(windows.modules).snapshot(session_of(windows.modules), 1)
+def test_ddp_policy_is_announced_and_pushed_by_plain_names(one_rank: None) -> None:
+    model = DistributedDataParallel(tiny_qwen3())
+    modules = find_modules(model, ModulePaths())
+    snapshot = PolicyMatrices(modules).snapshot(session_of(modules), 1)
     assert snapshot is not None
     assert torch.equal(snapshot.tensors["lm_head.weight"], model.module.lm_head.weight)
     assert policy_tensors(model, "").keys() == tiny_qwen3().state_dict().keys()
 
 
-def test_paths_name_modules_of_the_wrapper_or_of_what_it_wraps(one_rank: None) -> None:
+def test_module_paths_resolve_inside_ddp_wrapper(one_rank: None) -> None:
     model = DistributedDataParallel(tiny_qwen3())
     for prefix in ("", "module."):
         paths = ModulePaths(
@@ -74,7 +60,7 @@ def test_paths_name_modules_of_the_wrapper_or_of_what_it_wraps(one_rank: None) -
         assert found.lm_head is model.module.lm_head
 
 
-def test_what_cannot_be_captured_or_pushed_is_refused_by_name(one_rank: None) -> None:
+def test_fsdp1_and_late_sharding_refused(one_rank: None) -> None:
     model = tiny_qwen3()
     modules = find_modules(model, ModulePaths())
     fully_shard(model)
@@ -87,10 +73,10 @@ def test_what_cannot_be_captured_or_pushed_is_refused_by_name(one_rank: None) ->
     # What the loop has gathered of it is pushed all the same.
     assert policy_tensors(gathered, "", flat).keys() == gathered.keys()
     with pytest.raises(RefusedError, match="merge the adapters"):
-        policy_tensors(adapted(target_modules=["q_proj"]), "")
+        policy_tensors(adapted(), "")
 
 
-def test_experts_of_a_wrapped_policy_are_pushed_as_the_checkpoint_has_them(one_rank: None) -> None:
+def test_experts_of_wrapped_policy_pushed_as_checkpoint(one_rank: None) -> None:
     stored = policy_tensors(qwen3_moe(), "").keys()
     assert policy_tensors(DistributedDataParallel(qwen3_moe()), "").keys() == stored
     model = qwen3_moe()
@@ -123,7 +109,7 @@ def offloaded(weight: torch.nn.Parameter) -> None:
 
 @pytest.mark.parametrize("shard", [nothing, a_shard, no_memory, offloaded])
 @pytest.mark.parametrize("lead", [True, False])
-def test_a_policy_that_loses_its_lm_head_turns_capture_off(
+def test_lm_head_sharded_after_start_turns_capture_off(
     trainer: FakeTrainer, connect: Connect, shard: Callable[[torch.nn.Parameter], None], lead: bool
 ) -> None:
     model = make_model()
@@ -137,7 +123,7 @@ def test_a_policy_that_loses_its_lm_head_turns_capture_off(
     assert isinstance(bridge.capture(), NullCapture)
 
 
-def test_a_run_is_opened_with_the_shapes_that_were_found() -> None:
+def test_policy_spec_keeps_shapes_found_at_start() -> None:
     model = make_model()
     modules = find_modules(model, ModulePaths())
     nothing(model.lm_head.weight)
@@ -153,7 +139,7 @@ def test_a_run_is_opened_with_the_shapes_that_were_found() -> None:
     ],
     ids=["sharded", "gathered"],
 )
-def test_a_tensor_parallel_lm_head_turns_capture_off(
+def test_tensor_parallel_lm_head_turns_capture_off(
     one_rank: None, trainer: FakeTrainer, connect: Connect, style: ColwiseParallel
 ) -> None:
     model, data = make_model(), batch((9, 5))
@@ -167,7 +153,7 @@ def test_a_tensor_parallel_lm_head_turns_capture_off(
     assert bridge.stats().captures_refused == 1 and not trainer.samples
 
 
-def test_a_policy_on_several_devices_turns_capture_off(
+def test_states_on_several_devices_turn_capture_off(
     connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     take = ForwardTap.take
@@ -186,7 +172,7 @@ def test_a_policy_on_several_devices_turns_capture_off(
 
 
 @pytest.mark.parametrize(("backends", "device"), [("cpu:gloo,meta:x", "cpu"), ("meta:x", "meta")])
-def test_shards_are_gathered_where_the_ranks_can(
+def test_cpu_offloaded_shards_gathered_on_mesh_device(
     one_rank: None, monkeypatch: pytest.MonkeyPatch, backends: str, device: str
 ) -> None:
     """As of a policy that is offloaded to the CPU, with NCCL alone or with gloo beside it."""
@@ -198,7 +184,7 @@ def test_shards_are_gathered_where_the_ranks_can(
     assert (whole.device.type, whole.shape) == (device, model.lm_head.weight.shape)
 
 
-def test_a_rank_without_memory_to_gather_ends_the_sync(
+def test_rank_out_of_memory_while_gathering_ends_sync(
     one_rank: None, trainer: FakeTrainer, connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The others wait for it in the collective call: it must not go on without them."""
@@ -219,9 +205,7 @@ def test_a_rank_without_memory_to_gather_ends_the_sync(
 
 
 @pytest.mark.parametrize("alone", [False, True])
-def test_logits_that_fsdp_casts_are_of_the_type_that_rounded_them(
-    one_rank: None, alone: bool
-) -> None:
+def test_fsdp_cast_logits_keep_dtype_that_rounded_them(one_rank: None, alone: bool) -> None:
     """As NeMo RL's DTensor worker: float32 weights, bfloat16 products, float32 results."""
     model, data = make_model(), batch((9, 7))
     kept = {"param_dtype": torch.bfloat16, "output_dtype": torch.float32}
@@ -238,7 +222,7 @@ def test_logits_that_fsdp_casts_are_of_the_type_that_rounded_them(
 
 
 @pytest.mark.parametrize("given", [(), ("logprobs",), ("logprobs", "logits")])
-def test_logits_that_the_loop_scaled_in_place_are_not_shipped(given: tuple[str, ...]) -> None:
+def test_logits_scaled_in_place_by_loop_are_not_shipped(given: tuple[str, ...]) -> None:
     model, data = make_model(), batch((9, 7))
     windows = Windows(model)
     capture = windows.open(temperature=0.5)
@@ -260,7 +244,7 @@ def test_logits_that_the_loop_scaled_in_place_are_not_shipped(given: tuple[str, 
         assert torch.equal(windows.of_row(data, 1).sampled_logprobs[1:], own[1, 1:7] - 9.0)
 
 
-def test_another_call_of_lm_head_is_none_of_the_pass() -> None:
+def test_second_lm_head_call_is_not_the_pass() -> None:
     model, data = make_model(), batch((9, 7))
     windows = Windows(model)
     capture = windows.open()
@@ -285,7 +269,7 @@ def scaled_in_place(bridge: PolicyBridge, model: torch.nn.Module, data: Batch) -
     return held
 
 
-def test_logits_that_the_loop_scales_in_place_are_compared_once(
+def test_logits_scaled_in_place_by_loop_are_compared_once(
     one_rank: None, trainer: FakeTrainer, connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, data, asked, of = make_model(), batch((9, 7)), [], ReturnedLogits.of
@@ -301,7 +285,7 @@ def test_logits_that_the_loop_scales_in_place_are_compared_once(
     assert bridge.stats().accepted == 4
 
 
-def test_a_wrong_scale_is_refused_where_the_loop_scales_in_place(
+def test_wrong_logit_scale_refused_where_loop_scales_in_place(
     one_rank: None, trainer: FakeTrainer, connect: Connect
 ) -> None:
     model = make_model()
@@ -312,7 +296,7 @@ def test_a_wrong_scale_is_refused_where_the_loop_scales_in_place(
     assert not trainer.samples
 
 
-def test_a_fused_loss_of_a_sharded_policy_is_refused(
+def test_fused_loss_of_sharded_policy_refused(
     one_rank: None, trainer: FakeTrainer, connect: Connect
 ) -> None:
     """Nobody calls lm_head, and a rank has a part of its weight: log-probs are not enough."""
@@ -336,7 +320,7 @@ WRITES: dict[str, Callable[[torch.nn.Module], object]] = {
 
 
 @pytest.mark.parametrize("write", WRITES)
-def test_shards_that_are_written_without_a_step_have_moved(one_rank: None, write: str) -> None:
+def test_shards_written_without_step_count_as_moved(one_rank: None, write: str) -> None:
     model, data = tiny_qwen3(), batch((9, 7))
     fully_shard(model)
     moved = watched(find_modules(model, ModulePaths()).weights())
@@ -353,7 +337,7 @@ def test_shards_that_are_written_without_a_step_have_moved(one_rank: None, write
 
 
 @pytest.mark.parametrize("run", [False, True], ids=["at once", "after a pass"])
-def test_a_step_on_shards_that_were_assigned_after_the_bridge_was_built_is_seen(
+def test_step_on_shards_assigned_after_start_is_seen(
     one_rank: None, connect: Connect, run: bool
 ) -> None:
     """As ``load_state_dict(assign=True)`` of a resumed job leaves them."""

@@ -49,7 +49,7 @@ class Unread(pb_grpc.DraftTrainerServicer):
             yield pb.StreamStatesResponse()
 
 
-def test_what_waits_in_grpc_is_bounded_whatever_is_granted() -> None:
+def test_bytes_waiting_in_grpc_are_bounded() -> None:
     trainer, block = Unread(), np.zeros(1 << 20, np.uint8)
     with (
         Server(lambda s: pb_grpc.add_DraftTrainerServicer_to_server(trainer, s)) as server,
@@ -68,7 +68,7 @@ def test_what_waits_in_grpc_is_bounded_whatever_is_granted() -> None:
         stream.close(DEADLINE)
 
 
-def test_a_version_is_announced_before_its_first_sample_and_hashes_save_bytes(
+def test_version_announced_before_samples_sends_changed_tensors(
     trainer: FakeTrainer, connect: Connect
 ) -> None:
     model = make_model()
@@ -99,7 +99,7 @@ def test_a_version_is_announced_before_its_first_sample_and_hashes_save_bytes(
     until(lambda: bridge.stats().sent_bytes == trainer.received_bytes)
 
 
-def test_credits_are_never_overdrawn(trainer: FakeTrainer, connect: Connect) -> None:
+def test_stream_credit_is_never_overdrawn(trainer: FakeTrainer, connect: Connect) -> None:
     model, data = make_model(), batch((10,) * 8)
     trainer.credit = 2 * SAMPLE_BYTES  # One message with its overhead, not two.
     bridge = connect(model=model, version=1)
@@ -108,7 +108,7 @@ def test_credits_are_never_overdrawn(trainer: FakeTrainer, connect: Connect) -> 
     assert len(trainer.samples) == 8
 
 
-def test_a_sample_larger_than_the_trainers_window_does_not_block_the_others(
+def test_sample_larger_than_credit_does_not_block_others(
     trainer: FakeTrainer, connect: Connect
 ) -> None:
     model = make_model()
@@ -120,7 +120,7 @@ def test_a_sample_larger_than_the_trainers_window_does_not_block_the_others(
     assert trainer.overdrawn == 0
 
 
-def test_close_interrupts_a_call_that_hangs(trainer: FakeTrainer, connect: Connect) -> None:
+def test_close_interrupts_hanging_call(trainer: FakeTrainer, connect: Connect) -> None:
     model = make_model()
     trainer.hang.add("AnnouncePolicy")
     bridge = connect(model=model, version=1)
@@ -132,9 +132,7 @@ def test_close_interrupts_a_call_that_hangs(trainer: FakeTrainer, connect: Conne
     trainer.release.set()
 
 
-def test_a_trainer_that_holds_its_acks_fills_a_bounded_outbox(
-    trainer: FakeTrainer, connect: Connect
-) -> None:
+def test_trainer_without_acks_fills_bounded_outbox(trainer: FakeTrainer, connect: Connect) -> None:
     model, data = make_model(), batch((10,) * 4)
     trainer.ack = False
     bridge = connect(model=model, outbox_bytes=6 * SAMPLE_BYTES)
@@ -152,7 +150,7 @@ def test_a_trainer_that_holds_its_acks_fills_a_bounded_outbox(
     assert accounted(bridge) == 12
 
 
-def test_refusals_are_counted_by_field_and_the_stream_goes_on(
+def test_refused_samples_counted_by_field_and_stream_continues(
     trainer: FakeTrainer, connect: Connect, caplog: pytest.LogCaptureFixture
 ) -> None:
     model, data = make_model(), batch((10, 7, 10, 7))
@@ -165,17 +163,6 @@ def test_refusals_are_counted_by_field_and_the_stream_goes_on(
     assert (stats.accepted, stats.refused) == (2, 2)
     assert stats.refused_by_field == {"token_ids": 2}
     assert sum("token_ids" in record.message for record in caplog.records) == 1
-
-
-def test_a_refused_run_is_logged_once_and_shown(
-    trainer: FakeTrainer, connect: Connect, caplog: pytest.LogCaptureFixture
-) -> None:
-    trainer.refuse_run = RefusedError("policy.hidden_size", 32, 64, "use the right draft")
-    bridge = connect(wait=False)
-    trainer.wait_for(lambda: trainer.events.count(("OpenRun", -1)) >= 3)
-    assert "policy.hidden_size: found 32, expected 64" in bridge.stats().last_error
-    bridge.close()
-    assert sum("policy.hidden_size" in record.message for record in caplog.records) == 1
 
 
 def test_close_drains_and_ends_every_thread(trainer: FakeTrainer, connect: Connect) -> None:
@@ -191,7 +178,7 @@ def test_close_drains_and_ends_every_thread(trainer: FakeTrainer, connect: Conne
         bridge.capture()
 
 
-def test_close_that_is_interrupted_leaves_no_thread_and_no_stream(
+def test_interrupted_close_leaves_no_thread(
     trainer: FakeTrainer, connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """While the trainer has a stream of this run it takes no other."""
@@ -211,7 +198,7 @@ def test_close_that_is_interrupted_leaves_no_thread_and_no_stream(
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 @pytest.mark.parametrize("strict", [False, True])
-def test_a_mistake_in_the_bridges_own_thread_costs_samples_not_the_run(
+def test_exception_in_bridge_thread_costs_samples_not_run(
     trainer: FakeTrainer, connect: Connect, monkeypatch: pytest.MonkeyPatch, strict: bool
 ) -> None:
     """Before it was told, callers waited until their deadline for what nobody would send."""
@@ -238,7 +225,7 @@ def test_a_mistake_in_the_bridges_own_thread_costs_samples_not_the_run(
     assert accounted(bridge) == 2
 
 
-def test_ids_are_unique_over_bridges_of_one_run(trainer: FakeTrainer, connect: Connect) -> None:
+def test_sample_ids_unique_over_bridges_of_run(trainer: FakeTrainer, connect: Connect) -> None:
     model, data = make_model(), batch((10,) * 3)
     for version in (1, 2):
         with connect(model=model, drain_seconds=DEADLINE) as bridge:
@@ -248,7 +235,7 @@ def test_ids_are_unique_over_bridges_of_one_run(trainer: FakeTrainer, connect: C
     assert all(isinstance(s, Sample) for s in trainer.samples.values())
 
 
-def test_what_takes_the_place_of_a_sample_that_waits_for_credit_is_announced_first(
+def test_sample_replacing_superseded_one_is_announced_first(
     trainer: FakeTrainer, connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     waits, superseded = threading.Event(), threading.Event()

@@ -74,7 +74,7 @@ CALLS = {
 
 @pytest.mark.parametrize("field", CALLS)
 @pytest.mark.parametrize("strict", [False, True])
-def test_a_call_that_does_not_fit_costs_its_window(
+def test_invalid_ship_call_costs_window(
     trainer: FakeTrainer, connect: Connect, field: str, strict: bool
 ) -> None:
     model, data = make_model(), batch((8, 6))
@@ -103,7 +103,7 @@ def test_a_call_that_does_not_fit_costs_its_window(
     assert bridge.stats().capture_off_reason == ""
 
 
-def test_a_wrong_call_in_every_step_is_logged_once(
+def test_invalid_ship_call_is_logged_once(
     trainer: FakeTrainer, connect: Connect, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = make_model()
@@ -128,7 +128,7 @@ def test_a_wrong_call_in_every_step_is_logged_once(
         ("rollout_versions", -1),
     ],
 )
-def test_numbers_of_sequences_that_are_none_cost_their_window(
+def test_invalid_per_sequence_numbers_cost_window(
     trainer: FakeTrainer, connect: Connect, field: str, value: object
 ) -> None:
     model, data = make_model(), batch((8, 6))
@@ -142,7 +142,7 @@ def test_numbers_of_sequences_that_are_none_cost_their_window(
 
 
 @pytest.mark.parametrize("strict", [False, True])
-def test_a_version_that_goes_backwards_turns_capture_off_until_one_rises(
+def test_version_going_backwards_turns_capture_off(
     trainer: FakeTrainer, connect: Connect, strict: bool
 ) -> None:
     model, data = make_model(), batch((8,))
@@ -163,7 +163,7 @@ def test_a_version_that_goes_backwards_turns_capture_off_until_one_rises(
     assert bridge.stats().capture_off_reason == ""
 
 
-def test_a_resumed_run_below_what_the_trainer_knows_is_told_so(
+def test_resumed_run_below_known_version_turns_capture_off(
     trainer: FakeTrainer, connect: Connect
 ) -> None:
     model, data = make_model(), batch((8,))
@@ -189,7 +189,7 @@ def test_a_resumed_run_below_what_the_trainer_knows_is_told_so(
     ],
 )
 @pytest.mark.parametrize("strict", [False, True])
-def test_a_draft_that_does_not_fit_turns_capture_off(
+def test_draft_not_fitting_policy_turns_capture_off(
     connect: Connect, layers: tuple[int, ...], vocab: list[int], field: str, strict: bool
 ) -> None:
     trainer = FakeTrainer(layers=layers, vocab_ids=torch.tensor(vocab))
@@ -206,16 +206,18 @@ def test_a_draft_that_does_not_fit_turns_capture_off(
         assert bridge.stats().capture_off_reason.startswith(f"{field}: found")
 
 
-def test_a_run_that_the_trainer_refuses_turns_capture_off_until_it_takes_it(
-    trainer: FakeTrainer, connect: Connect
+def test_run_refused_by_trainer_turns_capture_off(
+    trainer: FakeTrainer, connect: Connect, caplog: pytest.LogCaptureFixture
 ) -> None:
     model, data = make_model(), batch((8,))
     trainer.refuse_run = RefusedError("policy.hidden_size", 32, 64, "use the right draft")
     bridge = connect(model=model, wait=False)
-    trainer.wait_for(lambda: trainer.events.count(("OpenRun", -1)) >= 2)
+    trainer.wait_for(lambda: trainer.events.count(("OpenRun", -1)) >= 3)
     sync(bridge, 1)
     ship(bridge, model, data)
     assert "policy.hidden_size: found 32, expected 64" in bridge.stats().capture_off_reason
+    told = "draft trainer: policy.hidden_size"
+    assert sum(record.message.startswith(told) for record in caplog.records) == 1
     trainer.refuse_run = None
     assert bridge.wait_connected(DEADLINE)
     sync(bridge, 2)
@@ -224,7 +226,7 @@ def test_a_run_that_the_trainer_refuses_turns_capture_off_until_it_takes_it(
     assert bridge.stats().capture_off_reason == ""
 
 
-def test_samples_that_are_all_refused_stop_until_the_next_version(
+def test_all_samples_refused_stops_capture_until_next_version(
     trainer: FakeTrainer, connect: Connect
 ) -> None:
     """States that are not finite, for one: found where they are read, in the trainer."""
@@ -244,7 +246,7 @@ def test_samples_that_are_all_refused_stop_until_the_next_version(
     assert bridge.stats().capture_off_reason == ""
 
 
-def test_a_trainer_that_refuses_for_ever_new_reasons_fills_no_memory() -> None:
+def test_refused_by_field_keeps_bounded_number_of_fields() -> None:
     counters = Counters()
     first = [counters.refused(f"field-{number}") for number in range(1000)]
     stats = counters.snapshot()
@@ -253,7 +255,7 @@ def test_a_trainer_that_refuses_for_ever_new_reasons_fills_no_memory() -> None:
     assert stats.refused_by_field["other"] == 1000 - 64
 
 
-def test_a_policy_that_cannot_be_captured_trains_on_and_is_still_synced() -> None:
+def test_policy_without_lm_head_is_still_synced() -> None:
     config = BridgeConfig(trainer="127.0.0.1:1", run_id="r", modules=ModulePaths(lm_head="nothing"))
     model, data = make_model(), batch((6,))
     with PolicyBridge(model, config) as bridge:
@@ -267,22 +269,32 @@ def test_a_policy_that_cannot_be_captured_trains_on_and_is_still_synced() -> Non
         assert not bridge.wait_connected(0.0)
 
 
-def test_arguments_of_a_window_are_refused_alike(trainer: FakeTrainer, connect: Connect) -> None:
-    bridge = connect()
-    assert isinstance(bridge.capture(), NullCapture)
-    assert "no policy version" in bridge.stats().capture_off_reason
+@pytest.mark.parametrize("strict", [False, True])
+def test_invalid_window_arguments_turn_capture_off(
+    trainer: FakeTrainer, connect: Connect, strict: bool
+) -> None:
+    bridge = connect(strict=strict)
+
+    def refusal(**arguments: Any) -> str:
+        if strict:
+            with pytest.raises(RefusedError) as refused:
+                bridge.capture(**arguments)
+            return str(refused.value)
+        assert isinstance(bridge.capture(**arguments), NullCapture)
+        return bridge.stats().capture_off_reason
+
+    assert "policy version" in refusal().replace("_", " ")
     sync(bridge, 1)
     for arguments, field in (
         ({"temperature": 0.0}, "temperature"),
         ({"temperature": None}, "temperature"),
         ({"forwards": 0}, "forw"),
     ):
-        assert isinstance(bridge.capture(**arguments), NullCapture)  # type: ignore[arg-type]
-        assert bridge.stats().capture_off_reason.startswith(field)
+        assert refusal(**arguments).startswith(field)
 
 
 @pytest.mark.parametrize("temperature", ["0.5", torch.tensor([0.5])])
-def test_a_temperature_from_a_file_or_a_tensor_is_a_number(
+def test_temperature_accepts_string_or_tensor(
     trainer: FakeTrainer, connect: Connect, temperature: Any
 ) -> None:
     model, data = make_model(), batch((8,))
@@ -295,9 +307,7 @@ def test_a_temperature_from_a_file_or_a_tensor_is_a_number(
     assert sample.temperature == 0.5
 
 
-def test_mistakes_in_handling_the_bridge_raise_in_both_modes(
-    trainer: FakeTrainer, connect: Connect
-) -> None:
+def test_bridge_misuse_raises_strict_or_not(trainer: FakeTrainer, connect: Connect) -> None:
     bridge = connect()
     with pytest.raises(RefusedError, match="whole number"):
         bridge.sync(-1).__enter__()
@@ -309,7 +319,7 @@ def test_mistakes_in_handling_the_bridge_raise_in_both_modes(
             call()
 
 
-def test_logits_are_compared_in_the_first_window_that_has_any(
+def test_logit_check_runs_in_first_window_with_logprobs(
     trainer: FakeTrainer, connect: Connect
 ) -> None:
     model, data = make_model(), batch((8,))
@@ -323,7 +333,7 @@ def test_logits_are_compared_in_the_first_window_that_has_any(
     assert len(trainer.samples) == 1
 
 
-def test_a_hung_trainer_costs_one_sync_its_deadline(trainer: FakeTrainer, connect: Connect) -> None:
+def test_hung_trainer_costs_one_sync_its_deadline(trainer: FakeTrainer, connect: Connect) -> None:
     trainer.hang.add("PrepareSync")
     bridge = connect(sync_seconds=5.0)
     asked = [0]

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import pickle
+from contextlib import nullcontext, suppress
 
 import pytest
 import torch
 
 from policy_bridge import DisabledBridge, PolicyBridge, PolicySyncError
 from policy_bridge.capture import NullCapture
-from policy_bridge.stats import SyncResult
+from policy_bridge.stats import Counters, SyncResult
 from policy_bridge.sync import policy_tensors
 from slipstream.errors import RefusedError
 from slipstream.v1 import draft_trainer_pb2 as pb
 
 from .conftest import Connect, Rollouts, addresses, batch, deliver, make_model, ship
 from .doubles import DEADLINE, BlackHole, FakeTrainer
-from .test_peft import adapted
+from .policies import adapted
 
 Log = pytest.LogCaptureFixture
 
@@ -44,19 +45,19 @@ def commit_all(trainer: FakeTrainer, rollouts: Rollouts) -> None:
     trainer.on_complete = complete
 
 
-def test_errors_and_figures_cross_processes(trainer: FakeTrainer, connect: Connect) -> None:
+def test_sync_error_and_stats_can_be_pickled() -> None:
     """As Ray and torch.distributed carry them: pickled, and copied field by field."""
     error = PolicySyncError("staged", {"host:1": "it is gone"}, SyncResult(3, policy_pushed=True))
     again = pickle.loads(pickle.dumps(error))  # noqa: S301
     assert (str(again), again.errors, again.result) == (str(error), error.errors, error.result)
-    bridge = connect(version=1)
-    bridge._counters.shed("outbox_full", 2, 9)
-    stats = bridge.stats()
+    counters = Counters()
+    counters.shed("outbox_full", 2, 9)
+    stats = counters.snapshot(last_sync=error.result)
     assert pickle.loads(pickle.dumps(stats)) == stats  # noqa: S301
     assert dataclasses.asdict(stats)["shed"] == {"outbox_full": 2}
 
 
-def test_policy_and_draft_are_committed_in_one_call(
+def test_policy_and_draft_committed_in_one_call(
     trainer: FakeTrainer, connect: Connect, rollouts: Rollouts
 ) -> None:
     model = make_model()
@@ -81,7 +82,7 @@ def test_policy_and_draft_are_committed_in_one_call(
             assert torch.equal(double.live[name], tensor.bfloat16())
 
 
-def test_servers_that_join_get_the_policy_and_those_that_left_once_more(
+def test_server_joining_gets_policy_and_leaving_once_more(
     trainer: FakeTrainer, connect: Connect, rollouts: Rollouts
 ) -> None:
     first, second = addresses(rollouts)
@@ -95,7 +96,7 @@ def test_servers_that_join_get_the_policy_and_those_that_left_once_more(
         ):
             trainer.rollout_servers = tuple(named)
             push(bridge, version)
-            assert bridge._fleet._channels.keys() == asked
+            assert {s.address for d, s in rollouts if d.policy_version == version} == asked
         assert trainer.sessions == 1
     result = push(bridge, 5)
     assert result.draft_errors, "the trainer is gone"
@@ -103,7 +104,7 @@ def test_servers_that_join_get_the_policy_and_those_that_left_once_more(
 
 
 @pytest.mark.parametrize("how", ["is gone", "Stage", "Commit"])
-def test_a_server_that_left_the_list_and_does_not_take_the_policy_is_left_out_once(
+def test_unlisted_server_refusing_policy_is_left_out(
     trainer: FakeTrainer, connect: Connect, rollouts: Rollouts, how: str
 ) -> None:
     (double, first), (other, second) = rollouts
@@ -119,7 +120,7 @@ def test_a_server_that_left_the_list_and_does_not_take_the_policy_is_left_out_on
     assert push(bridge, 3).left_out == {} and double.policy_version == 3
 
 
-def test_a_server_that_left_the_list_is_asked_once_also_where_that_sync_fails(
+def test_unlisted_server_is_asked_once_though_sync_fails(
     trainer: FakeTrainer, connect: Connect, rollouts: Rollouts
 ) -> None:
     """One that got another name has no memory for the policy twice."""
@@ -133,11 +134,11 @@ def test_a_server_that_left_the_list_is_asked_once_also_where_that_sync_fails(
         push(bridge, 2)
     double.fail.clear()
     assert push(bridge, 3).left_out == {}
-    assert bridge._fleet._channels.keys() == {renamed.address}
+    assert [d.policy_version for d, _ in rollouts] == [1, 3]
 
 
 @pytest.mark.parametrize("skips", [False, True])
-def test_a_server_that_joins_after_the_policy_was_staged_gets_the_next_one(
+def test_server_joining_after_stage_gets_next_policy(
     trainer: FakeTrainer, connect: Connect, rollouts: Rollouts, skips: bool
 ) -> None:
     (double, first), (joins, second) = rollouts
@@ -159,7 +160,7 @@ def test_a_server_that_joins_after_the_policy_was_staged_gets_the_next_one(
     assert [double.policy_version for double, _ in rollouts] == [2, 2]
 
 
-def test_a_server_that_joins_and_still_loads_is_left_out_until_it_has_taken_a_policy(
+def test_server_still_loading_is_left_out_until_ready(
     trainer: FakeTrainer, connect: Connect, rollouts: Rollouts
 ) -> None:
     (double, first), (joins, second) = rollouts
@@ -183,7 +184,7 @@ def test_a_server_that_joins_and_still_loads_is_left_out_until_it_has_taken_a_po
         push(bridge, 4)
 
 
-def test_a_push_of_adapters_is_refused_at_the_push_also_while_it_waits(connect: Connect) -> None:
+def test_push_of_adapters_refused_before_trainer_is_there(connect: Connect) -> None:
     model = adapted()
     bridge = connect("127.0.0.1:1", model=model, wait=False, connect_seconds=0.1)
     with pytest.raises(RefusedError, match="with adapters"), bridge.sync(1) as window:
@@ -191,7 +192,7 @@ def test_a_push_of_adapters_is_refused_at_the_push_also_while_it_waits(connect: 
     assert bridge.capture() is not None and bridge.stats().waiting_pushes == 0
 
 
-def test_without_a_push_only_the_draft_is_committed(
+def test_sync_without_push_commits_draft_only(
     trainer: FakeTrainer, connect: Connect, rollouts: Rollouts
 ) -> None:
     commit_all(trainer, rollouts)
@@ -204,7 +205,7 @@ def test_without_a_push_only_the_draft_is_committed(
 
 
 @pytest.mark.parametrize("failure", ["absent", "black hole", "PrepareSync", "CompleteSync"])
-def test_the_policy_arrives_without_the_trainer(
+def test_policy_is_committed_without_trainer(
     trainer: FakeTrainer, connect: Connect, rollouts: Rollouts, failure: str
 ) -> None:
     model = make_model()
@@ -229,7 +230,7 @@ def test_the_policy_arrives_without_the_trainer(
         assert len(double.commits) == 1
 
 
-def test_a_commit_that_the_trainer_made_before_it_was_cut_off_is_not_made_twice(
+def test_commit_made_by_cut_off_trainer_is_not_repeated(
     trainer: FakeTrainer, connect: Connect, rollouts: Rollouts
 ) -> None:
     """CompleteSync reached one server of two, then failed."""
@@ -250,7 +251,7 @@ def test_a_commit_that_the_trainer_made_before_it_was_cut_off_is_not_made_twice(
     assert [double.policy_version for double, _ in rollouts] == [1, 1]
 
 
-def test_a_version_that_is_pushed_again_with_other_weights_goes_live(
+def test_same_version_with_other_weights_goes_live(
     trainer: FakeTrainer, connect: Connect, rollouts: Rollouts
 ) -> None:
     """A run that resumes at an older version pushes a number that the servers serve already."""
@@ -271,7 +272,7 @@ def test_a_version_that_is_pushed_again_with_other_weights_goes_live(
     assert [len(double.commits) for double, _ in rollouts] == [2, 2]
 
 
-def test_a_draft_that_failed_is_reported_and_no_error(
+def test_draft_failure_is_reported_and_policy_committed(
     trainer: FakeTrainer, connect: Connect, rollouts: Rollouts
 ) -> None:
     """Staging failed on one server; the other committed the policy without its draft."""
@@ -295,7 +296,7 @@ def test_a_draft_that_failed_is_reported_and_no_error(
     assert [double.policy_version for double, _ in rollouts] == [1, 1]
 
 
-def test_an_exception_inside_aborts_the_stage_and_passes_on(
+def test_sync_window_exception_aborts_stage(
     trainer: FakeTrainer, connect: Connect, rollouts: Rollouts
 ) -> None:
     bridge = connect(rollout_servers=addresses(rollouts))
@@ -313,49 +314,41 @@ def test_an_exception_inside_aborts_the_stage_and_passes_on(
     assert [double.policy_version for double, _ in rollouts] == [1, 1]
 
 
+@pytest.mark.parametrize(
+    ("failure", "told"),
+    [
+        ("Stage", "not staged on 1 rollout.*a switch"),
+        ("Commit", "not committed on 1 rollout.*a switch"),
+        ("gone", "not staged on 1 rollout.*UNAVAILABLE"),
+    ],
+)
 @pytest.mark.parametrize("swallowed", [False, True])
-def test_a_server_that_does_not_stage_the_policy_stops_the_window(
-    trainer: FakeTrainer, connect: Connect, rollouts: Rollouts, swallowed: bool
+def test_server_that_does_not_take_policy_raises(
+    trainer: FakeTrainer,
+    connect: Connect,
+    rollouts: Rollouts,
+    failure: str,
+    told: str,
+    swallowed: bool,
 ) -> None:
-    rollouts[1][0].fail.add("Stage")
+    """Also where the caller swallows what ``push_policy`` raises."""
+    (_, first), (double, second) = rollouts
+    double.fail.add(failure)
+    if failure == "gone":
+        second.kill()
     bridge = connect(rollout_servers=addresses(rollouts))
-    with pytest.raises(PolicySyncError, match="a switch") as raised, bridge.sync(1) as window:
-        if swallowed:
-            with pytest.raises(PolicySyncError):
-                window.push_policy()
-        else:
-            window.push_policy()
-    assert set(raised.value.errors) == {rollouts[1][1].address}
-    assert bridge.policy_version is None
-    assert [double.policy_version for double, _ in rollouts] == [None, None]
-    assert [double.staged for double, _ in rollouts] == [{}, {}]
-
-
-def test_a_server_that_does_not_commit_the_policy_is_an_error(
-    trainer: FakeTrainer, connect: Connect, rollouts: Rollouts
-) -> None:
-    rollouts[0][0].fail.add("Commit")
-    bridge = connect(rollout_servers=addresses(rollouts))
-    expected = pytest.raises(PolicySyncError, match="not committed on 1 rollout")
-    with expected as raised, bridge.sync(1) as window:
+    swallow = suppress(PolicySyncError) if swallowed else nullcontext()
+    with pytest.raises(PolicySyncError, match=told) as raised, bridge.sync(1) as window, swallow:
         window.push_policy()
-    assert set(raised.value.errors) == {rollouts[0][1].address}
-    assert raised.value.result.draft_versions == {rollouts[1][1].address: 3}
+    assert set(raised.value.errors) == {second.address}
     assert bridge.policy_version is None
-    assert rollouts[0][0].staged == {}
+    committed = failure == "Commit"
+    assert raised.value.result.draft_versions == ({first.address: 3} if committed else {})
+    assert [d.policy_version for d, _ in rollouts] == [1 if committed else None, None]
+    assert [d.staged for d, _ in rollouts] == [{}, {}]
 
 
-def test_a_server_that_is_gone_is_an_error(
-    trainer: FakeTrainer, connect: Connect, rollouts: Rollouts
-) -> None:
-    rollouts[0][1].kill()
-    bridge = connect(rollout_servers=addresses(rollouts))
-    with pytest.raises(PolicySyncError, match="UNAVAILABLE"), bridge.sync(1) as window:
-        window.push_policy()
-    assert rollouts[1][0].staged == {}
-
-
-def test_a_push_before_the_trainer_is_there_waits_for_it(
+def test_push_before_trainer_is_there_waits(
     trainer: FakeTrainer, connect: Connect, rollouts: Rollouts, caplog: Log
 ) -> None:
     """A training job that starts first, or starts again while the sidecar is down."""
@@ -379,7 +372,7 @@ def test_a_push_before_the_trainer_is_there_waits_for_it(
     assert [double.policy_version for double, _ in rollouts] == [3, 3]
 
 
-def test_the_policy_is_pushed_although_its_version_goes_backwards(
+def test_policy_version_going_backwards_is_still_pushed(
     trainer: FakeTrainer, connect: Connect, rollouts: Rollouts
 ) -> None:
     trainer.rollout_servers = addresses(rollouts)
@@ -388,7 +381,7 @@ def test_the_policy_is_pushed_although_its_version_goes_backwards(
     assert [double.policy_version for double, _ in rollouts] == [4, 4]
 
 
-def test_a_version_that_is_not_captured_has_its_window_at_the_trainer(
+def test_version_not_captured_is_still_synced_by_trainer(
     trainer: FakeTrainer, connect: Connect, rollouts: Rollouts
 ) -> None:
     """One of a resumed job, below those that the trainer knows: it names the servers even so."""
@@ -411,7 +404,7 @@ def test_a_version_that_is_not_captured_has_its_window_at_the_trainer(
 
 
 @pytest.mark.parametrize("when", ["before", "between"])
-def test_a_server_that_is_gone_is_left_out_by_choice_and_counted(
+def test_skip_unreachable_servers_leaves_out_gone_server(
     trainer: FakeTrainer, connect: Connect, rollouts: Rollouts, when: str
 ) -> None:
     (dead, dead_server), (other, other_server) = rollouts
@@ -438,7 +431,7 @@ def test_a_server_that_is_gone_is_left_out_by_choice_and_counted(
     assert bridge.policy_version == 1
 
 
-def test_what_vllm_receives_is_not_sent_to_a_fleet_with_a_server_that_is_gone(
+def test_push_external_is_not_sent_if_a_server_is_gone(
     trainer: FakeTrainer, connect: Connect, rollouts: Rollouts
 ) -> None:
     """It waits for every server, also where unreachable ones are left out of a push."""
@@ -451,7 +444,7 @@ def test_what_vllm_receives_is_not_sent_to_a_fleet_with_a_server_that_is_gone(
     assert sent == [] and other.staged == {} and bridge.policy_version is None
 
 
-def test_misuse_is_refused(trainer: FakeTrainer, connect: Connect, rollouts: Rollouts) -> None:
+def test_sync_misuse_refused(trainer: FakeTrainer, connect: Connect, rollouts: Rollouts) -> None:
     bridge = connect()
     with pytest.raises(RefusedError, match="rollout_servers"), bridge.sync(1) as window:
         window.push_policy()
@@ -477,3 +470,12 @@ def test_policy_tensors_cast_floats_and_send_tied_ones_once() -> None:
         "empty": torch.bfloat16,
     }
     assert policy_tensors(given, "")["w"].dtype == torch.float32
+
+
+def test_policy_tensors_push_untied_views_of_one_memory() -> None:
+    """Tied is what has the address, the shape and the strides in common: the rest is pushed."""
+    weight = torch.arange(9.0).reshape(3, 3)
+    given = {"w": weight, "transposed": weight.T, "row": weight[0], "tied": weight}
+    pushed = policy_tensors(given, "")
+    assert pushed.keys() == {"w", "transposed", "row"}
+    assert all(torch.equal(pushed[name], given[name]) for name in pushed)

@@ -1,16 +1,11 @@
-"""The training forward as the place of capture: gradients, versions, and what is no pass of it."""
+"""The training forward as the place of capture: versions, logits, and what is no pass of it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
-from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from transformers import PreTrainedModel
 
-from policy_bridge import PolicyBridge
 from policy_bridge.copier import Copier
 from policy_bridge.extraction import picked_logits
 from slipstream.errors import RefusedError
@@ -19,103 +14,10 @@ from tests.tiny import tiny_qwen3
 
 from .conftest import Connect, batch, make_model
 from .doubles import DEADLINE, FakeTrainer
-from .test_models import PLAIN, checkpointed, compiled_layers_in_place, plain
-from .windows import Batch, Windows, assert_same_bits, hold, hooks_on, logits_of, own_logprobs
+from .windows import Windows, hold, logits_of, loss_of
 
 
-def only_ids(model: nn.Module, micro: Batch) -> torch.Tensor:
-    return model(micro["input_ids"])
-
-
-def packed(data: Batch) -> Batch:
-    """The rows of a batch one after the other in one row."""
-    kept = data["attention_mask"].bool()
-    lengths = kept.sum(1).tolist()
-    return {
-        "input_ids": data["input_ids"][kept][None],
-        "loss_mask": data["loss_mask"][kept][None],
-        "position_ids": torch.cat([torch.arange(length) for length in lengths])[None],
-    }
-
-
-def loss_of(logits: torch.Tensor, micro: Batch) -> torch.Tensor:
-    return (own_logprobs(logits, micro["input_ids"]) * micro["loss_mask"][:, 1:]).sum()
-
-
-def accumulate(
-    model: nn.Module,
-    data: Batch,
-    windows: Windows | None,
-    forward: Callable[[nn.Module, Batch], torch.Tensor] = logits_of,
-) -> list[torch.Tensor]:
-    """Gradients of two micro-batches, each followed by a look at the policy without gradients.
-
-    Every pass is shipped after its backward, and no log-probs are given.
-    """
-    model.train()
-    model.zero_grad(set_to_none=True)
-    capture = windows.open() if windows is not None else PolicyBridge.disabled().capture()
-    with capture:
-        for rows in (slice(0, 2), slice(2, 3)):
-            micro = {key: value[rows] for key, value in data.items()}
-            loss_of(forward(model, micro), micro).backward()
-            with torch.no_grad():
-                forward(model, {key: value.flip(0) for key, value in micro.items()})
-            capture.ship(**micro)
-    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
-
-
-@pytest.mark.parametrize("make", [tiny_qwen3, checkpointed(False), checkpointed(True)])
-def test_gradients_are_bit_identical_and_states_those_of_a_log_prob_pass(
-    make: Callable[[], PreTrainedModel],
-) -> None:
-    model, data = make(), batch((9, 5, 12))
-    expected = accumulate(model, data, None)
-    before = hooks_on(model)
-    windows, log_probs = Windows(model, training=True), Windows(model)
-    assert_same_bits(expected, accumulate(model, data, windows))
-    assert hooks_on(model) == before
-    with log_probs.open() as capture, torch.no_grad():
-        for rows in (slice(0, 2), slice(2, 3)):
-            micro = {key: value[rows] for key, value in data.items()}
-            logits_of(model, micro)
-            capture.ship(**micro)
-    assert len(windows.samples) == 3 == len(log_probs.samples)
-    for row in range(3):
-        assert torch.equal(windows.of_row(data, row).block, log_probs.of_row(data, row).block)
-
-
-@pytest.mark.parametrize("make", [plain, compiled_layers_in_place])
-def test_compiled_layers_are_captured_in_training(make: Callable[[], nn.Module]) -> None:
-    model, data = make(), batch((9, 5, 12))
-    expected = accumulate(model, data, None, only_ids)
-    windows = Windows(model, paths=PLAIN, training=True)
-    assert_same_bits(expected, accumulate(model, data, windows, only_ids))
-    assert len(windows.samples) == 3
-
-
-def test_packed_rows_are_captured_in_training() -> None:
-    model, data = tiny_qwen3(), batch((9, 5, 12))
-    row = packed(data)
-
-    def step(windows: Windows | None) -> list[torch.Tensor]:
-        model.train()
-        model.zero_grad(set_to_none=True)
-        capture = windows.open() if windows is not None else PolicyBridge.disabled().capture()
-        with capture:
-            inputs = {key: row[key] for key in ("input_ids", "position_ids")}
-            loss_of(model(**inputs, use_cache=False).logits, row).backward()
-            capture.ship(**row)
-        return [p.grad.clone() for p in model.parameters() if p.grad is not None]
-
-    windows = Windows(model, training=True)
-    assert_same_bits(step(None), step(windows))
-    assert [len(sample.token_ids) for sample in windows.samples].count(9) == 1
-    for number in range(3):
-        windows.of_row(data, number)
-
-
-def test_a_pass_without_gradients_is_none_of_a_training_window() -> None:
+def test_training_window_refuses_pass_without_gradients() -> None:
     model, data = tiny_qwen3(), batch((9, 7))
     windows = Windows(model, training=True)
     with torch.no_grad(), windows.open() as capture:
@@ -124,7 +26,7 @@ def test_a_pass_without_gradients_is_none_of_a_training_window() -> None:
             capture.ship(**data)
 
 
-def test_a_ship_before_backward_lets_go_of_the_logits() -> None:
+def test_ship_before_backward_frees_logits() -> None:
     model, data = tiny_qwen3(), batch((9, 7))
     windows = Windows(model, training=True)
     with windows.open() as capture:
@@ -138,7 +40,7 @@ def test_a_ship_before_backward_lets_go_of_the_logits() -> None:
     assert len(windows.samples) == 2
 
 
-def test_logits_are_those_of_the_pass_where_backward_writes_over_them_uncounted() -> None:
+def test_logits_overwritten_by_backward_kernel_are_kept() -> None:
     model, data = tiny_qwen3(), batch((9, 7))
     windows = Windows(model, training=True)
     with windows.open() as capture:
@@ -152,7 +54,9 @@ def test_logits_are_those_of_the_pass_where_backward_writes_over_them_uncounted(
         assert torch.equal(sample.sampled_logits[1:], own[row, 1:length])
 
 
-def test_states_are_of_the_version_before_the_step(trainer: FakeTrainer, connect: Connect) -> None:
+def test_second_optimizer_step_of_version_sheds_samples(
+    trainer: FakeTrainer, connect: Connect
+) -> None:
     """Two optimizer steps in one version: what is of the first is sent, what is of none is shed."""
     model, data = make_model(), batch((9, 5, 12, 7))
     with torch.no_grad():
@@ -180,7 +84,7 @@ def test_states_are_of_the_version_before_the_step(trainer: FakeTrainer, connect
 
 
 @pytest.mark.parametrize("columns", [1, 3, 1000])
-def test_on_a_device_log_probs_are_of_the_pass_when_the_step_follows_at_once(
+def test_logprobs_on_device_survive_immediate_step(
     side: Copier, monkeypatch: pytest.MonkeyPatch, columns: int
 ) -> None:
     from policy_bridge import extraction

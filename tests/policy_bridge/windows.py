@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -79,12 +79,10 @@ class Windows:
         return found
 
 
-Forward = Callable[[nn.Module, Batch], torch.Tensor]
-
-
 def logits_of(model: nn.Module, micro: Batch) -> torch.Tensor:
-    """Of a Hugging Face model."""
-    return model(micro["input_ids"], attention_mask=micro["attention_mask"]).logits
+    """Of a Hugging Face model, or of one that returns a tensor."""
+    out = model(micro["input_ids"], attention_mask=micro["attention_mask"])
+    return out if isinstance(out, torch.Tensor) else out.logits
 
 
 def own_logprobs(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
@@ -93,27 +91,66 @@ def own_logprobs(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     return log_p.gather(-1, ids[:, 1:, None].long()).squeeze(-1)
 
 
+def loss_of(logits: torch.Tensor, micro: Batch) -> torch.Tensor:
+    """Of a policy gradient: the log-probs where the loss mask is set."""
+    return (own_logprobs(logits, micro["input_ids"]) * micro["loss_mask"][:, 1:]).sum()
+
+
+def micro_batches(data: Batch) -> Iterator[Batch]:
+    """The first two rows, then the third."""
+    for rows in (slice(0, 2), slice(2, 3)):
+        yield {key: value[rows] for key, value in data.items()}
+
+
+Step = Callable[[nn.Module, Batch, Capture | NullCapture], None]
+
+
+def step_on_given_logprobs(model: nn.Module, data: Batch, capture: Capture | NullCapture) -> None:
+    """Ship the loop's own log-probs before each backward."""
+    for micro in micro_batches(data):
+        chosen = own_logprobs(logits_of(model, micro), micro["input_ids"])
+        capture.ship(**micro, sampled_logprobs=chosen)
+        # Inside the window, where checkpointing runs layers a second time.
+        (chosen * micro["loss_mask"][:, 1:]).sum().backward()
+
+
+def step_without_logprobs(model: nn.Module, data: Batch, capture: Capture | NullCapture) -> None:
+    """Ship after each backward, and after a look at the policy that is no training pass."""
+    for micro in micro_batches(data):
+        loss_of(logits_of(model, micro), micro).backward()
+        with torch.no_grad():
+            logits_of(model, {key: value.flip(0) for key, value in micro.items()})
+        capture.ship(**micro)
+
+
+def step_on_packed_rows(model: nn.Module, data: Batch, capture: Capture | NullCapture) -> None:
+    """All rows one after the other in one row, without padding."""
+    kept = data["attention_mask"].bool()
+    row = {key: data[key][kept][None] for key in ("input_ids", "loss_mask")}
+    positions = torch.cat([torch.arange(length) for length in kept.sum(1).tolist()])[None]
+    logits = model(row["input_ids"], position_ids=positions, use_cache=False).logits
+    loss_of(logits, row).backward()
+    capture.ship(**row, position_ids=positions)
+
+
 def gradients(
-    model: nn.Module, data: Batch, windows: Windows | None, forward: Forward = logits_of
+    model: nn.Module, data: Batch, windows: Windows | None, step: Step = step_on_given_logprobs
 ) -> list[torch.Tensor]:
-    """Of a policy gradient in two micro-batches inside one window, or without one."""
-    window = NullCapture() if windows is None else windows.open()
-    return gradients_in(window, model, data, forward)
+    """Of a policy gradient inside one window, or without one."""
+    return gradients_in(NullCapture() if windows is None else windows.open(), model, data, step)
 
 
 def gradients_in(
-    window: Capture | NullCapture, model: nn.Module, data: Batch, forward: Forward = logits_of
+    window: Capture | NullCapture,
+    model: nn.Module,
+    data: Batch,
+    step: Step = step_on_given_logprobs,
 ) -> list[torch.Tensor]:
     """The same inside a window that was opened by a bridge."""
     model.train()
     model.zero_grad(set_to_none=True)
     with window as capture:
-        for rows in (slice(0, 2), slice(2, 3)):
-            micro = {key: value[rows] for key, value in data.items()}
-            chosen = own_logprobs(forward(model, micro), micro["input_ids"])
-            capture.ship(**micro, sampled_logprobs=chosen)
-            # Inside the window, where checkpointing runs layers a second time.
-            (chosen * micro["loss_mask"][:, 1:]).sum().backward()
+        step(model, data, capture)
     return [p.grad.clone() for p in model.parameters() if p.grad is not None]
 
 

@@ -63,7 +63,7 @@ def python(
     return subprocess.run(command, env=env, capture_output=True, text=True, timeout=240)
 
 
-def test_a_training_process_may_fork_while_its_bridge_sends(tmp_path: Path) -> None:
+def test_training_process_may_fork_while_bridge_sends(tmp_path: Path) -> None:
     """With gRPC's fork handlers 1 to 3 of 100 such children end by SIGABRT.
 
     400 of them all live by chance with probability 0.02 at 1 of 100, 1e-6 at 3.4 as measured.
@@ -76,7 +76,7 @@ def test_a_training_process_may_fork_while_its_bridge_sends(tmp_path: Path) -> N
     assert int(ended.stdout) == 10_000
 
 
-def test_a_forked_child_that_leaves_the_bridge_ends_and_its_parent_goes_on() -> None:
+def test_forked_child_exits_and_parent_bridge_goes_on() -> None:
     server = FakeTrainer().serve()
     try:
         ended = python(FORKING, server.address)
@@ -90,7 +90,7 @@ def test_a_forked_child_that_leaves_the_bridge_ends_and_its_parent_goes_on() -> 
     ("first", "fork_support", "disturbed"),
     [("", None, False), ("import grpc", None, True), ("", "1", True), ("import grpc", "0", False)],
 )
-def test_whether_grpc_disturbs_forks_is_known(
+def test_forks_disturbed_flag_follows_grpc_setting(
     first: str, fork_support: str | None, disturbed: bool
 ) -> None:
     code = f"{first}\nimport slipstream\nprint(slipstream.FORKS_DISTURBED)"
@@ -98,7 +98,7 @@ def test_whether_grpc_disturbs_forks_is_known(
 
 
 @pytest.mark.parametrize("disturbed", [True, False])
-def test_the_bridge_warns_when_grpc_disturbs_forks(
+def test_bridge_warns_if_grpc_disturbs_forks(
     disturbed: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(bridge, "FORKS_DISTURBED", disturbed)

@@ -42,9 +42,7 @@ def memory(tmp_path: Path) -> Path:
     return folder
 
 
-def test_killed_bridge_leaves_no_segment_and_the_trainer_serves_the_next(
-    tmp_path: Path, memory: Path
-) -> None:
+def test_killed_bridge_leaves_no_segment_and_next_is_served(tmp_path: Path, memory: Path) -> None:
     config = make_config(tmp_path, server={"shared_memory": str(memory)})
     with feeding(config, train=False) as (server, client):
         offered = {path.name for path in memory.iterdir()}
@@ -64,7 +62,7 @@ def test_killed_bridge_leaves_no_segment_and_the_trainer_serves_the_next(
     assert mapped_rings(memory) == set()
 
 
-def test_killed_trainer_leaves_what_its_next_start_removes_and_nothing_is_lost(
+def test_killed_trainer_restart_removes_segments_loses_nothing(
     tmp_path: Path, memory: Path
 ) -> None:
     with process("trainer_process", tmp_path, memory) as trainer:

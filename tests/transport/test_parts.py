@@ -21,7 +21,7 @@ from slipstream.v1 import draft_trainer_pb2 as pb
 from .rig import samples
 
 
-def test_both_sides_of_a_file_see_the_same_bytes(tmp_path: Path) -> None:
+def test_shared_file_both_sides_see_same_bytes(tmp_path: Path) -> None:
     bridge = SharedFile.create(tmp_path, 1 << 16)
     trainer = SharedFile.open(tmp_path, bridge.name, bridge.nbytes, bridge.nonce)
     bridge.remove_name()
@@ -35,7 +35,7 @@ def test_both_sides_of_a_file_see_the_same_bytes(tmp_path: Path) -> None:
         side.close()
 
 
-def test_a_file_that_was_cut_short_is_an_error_on_both_sides(tmp_path: Path) -> None:
+def test_shared_file_truncated_is_error_on_both_sides(tmp_path: Path) -> None:
     bridge = SharedFile.create(tmp_path, 1 << 16)
     trainer = SharedFile.open(tmp_path, bridge.name, bridge.nbytes, bridge.nonce)
     block = np.ones(100, np.uint8)
@@ -48,7 +48,7 @@ def test_a_file_that_was_cut_short_is_an_error_on_both_sides(tmp_path: Path) -> 
         bridge.write(HEADER_BYTES, block)
 
 
-def test_another_size_nonce_format_or_kind_is_not_the_clients_file(tmp_path: Path) -> None:
+def test_shared_file_with_other_size_nonce_or_kind_refused(tmp_path: Path) -> None:
     made = SharedFile.create(tmp_path, 1 << 16)
     with pytest.raises(RefusedError, match="owner or size"):
         SharedFile.open(tmp_path, made.name, 1 << 15, made.nonce)
@@ -63,7 +63,7 @@ def test_another_size_nonce_format_or_kind_is_not_the_clients_file(tmp_path: Pat
         SharedFile.open(tmp_path, fifo, made.nbytes, made.nonce)
 
 
-def test_stale_files_are_told_from_living_ones_by_their_lock(tmp_path: Path) -> None:
+def test_remove_stale_keeps_locked_and_foreign_files(tmp_path: Path) -> None:
     living = SharedFile.create(tmp_path, 1 << 16)
     dead = SharedFile.create(tmp_path, 1 << 16)
     dead.close()
@@ -74,7 +74,7 @@ def test_stale_files_are_told_from_living_ones_by_their_lock(tmp_path: Path) -> 
     assert {p.name for p in tmp_path.iterdir()} == {living.name, *others}
 
 
-def test_too_little_memory_for_a_file_is_a_refusal_and_leaves_nothing(tmp_path: Path) -> None:
+def test_shared_file_without_memory_refused_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(RefusedError, match="shared_memory"):
         SharedFile.create(tmp_path, 1 << 60)
     with pytest.raises(RefusedError, match="No such file"):
@@ -90,7 +90,7 @@ def test_too_little_memory_for_a_file_is_a_refusal_and_leaves_nothing(tmp_path: 
         (torch.float32, 37),
     ],
 )
-def test_a_block_has_every_tensor_where_it_belongs(dtype: torch.dtype, tokens: int) -> None:
+def test_sample_block_layout_holds_every_tensor(dtype: torch.dtype, tokens: int) -> None:
     generator = torch.Generator().manual_seed(tokens)
     given = {
         "token_ids": torch.randint(0, 99, (tokens,), generator=generator),
@@ -122,7 +122,7 @@ def test_a_block_has_every_tensor_where_it_belongs(dtype: torch.dtype, tokens: i
         sample.repacked(loss_mask=given["loss_mask"][1:])
 
 
-def test_the_samples_of_a_prompt_are_one_group() -> None:
+def test_samples_of_one_prompt_share_group() -> None:
     first, *others = samples(3)
     assert len({first.group, *(sample.group for sample in others)}) == 3
     same = others[0].repacked(token_ids=torch.cat([first.token_ids[:4], others[0].token_ids[4:]]))
@@ -131,7 +131,7 @@ def test_the_samples_of_a_prompt_are_one_group() -> None:
     assert window.group == window.sample_id
 
 
-def test_a_checksum_is_of_the_whole_block() -> None:
+def test_checksum_covers_whole_block() -> None:
     block = np.random.default_rng(0).integers(0, 256, 100_000).astype(np.uint8)
     whole = checksum_of(block)
     for at in (0, 50_000, 99_999):
@@ -167,7 +167,7 @@ def requests() -> pb.StreamStatesRequest:
 
 
 @pytest.mark.parametrize("size", [0, 1, 127, 128, 70_000])
-def test_a_frame_is_what_protobuf_would_write(size: int) -> None:
+def test_frame_equals_protobuf_bytes(size: int) -> None:
     payload = np.arange(size, dtype=np.uint64).astype(np.uint8)
     data = frame(requests(), [payload[: size // 2], payload[size // 2 :]])
     parsed = pb.StreamStatesRequest.FromString(data)
@@ -185,7 +185,9 @@ def test_a_frame_is_what_protobuf_would_write(size: int) -> None:
 
 
 @pytest.mark.parametrize("size", [0, 256, 257, 1000])
-def test_a_long_payload_goes_ahead_in_pieces(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+def test_frame_long_payload_is_split_into_pieces(
+    monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
     monkeypatch.setattr(framing, "PIECE_BYTES", 256)
     payload = np.arange(size, dtype=np.uint64).astype(np.uint8)
     *ahead, last = [unframe(b"".join(parts)) for parts in frames(requests(), [payload])]
@@ -198,7 +200,7 @@ def test_a_long_payload_goes_ahead_in_pieces(monkeypatch: pytest.MonkeyPatch, si
 
 
 @pytest.mark.parametrize("length", [1, 100, 128, 1000])
-def test_a_span_over_pieces_is_read_out_of_them(length: int) -> None:
+def test_span_over_payload_pieces_is_read(length: int) -> None:
     data = np.arange(1000, dtype=np.uint64).astype(np.uint8)
     memories = Memories([data[start : start + length] for start in range(0, 1000, length)])
     for start, end in ((0, 64), (64, 1000), (0, 1000), (130, 131)):
@@ -211,13 +213,13 @@ def test_a_span_over_pieces_is_read_out_of_them(length: int) -> None:
 
 
 @pytest.mark.parametrize("keep", [1, 3, 100, -1])
-def test_a_cut_frame_is_an_error(keep: int) -> None:
+def test_frame_truncated_raises(keep: int) -> None:
     data = frame(requests(), [np.ones(300, np.uint8)])
     with pytest.raises(DecodeError):
         unframe(data[:keep])
 
 
-def test_fields_of_a_later_revision_are_skipped() -> None:
+def test_frame_unknown_field_is_skipped() -> None:
     data = frame(requests(), [np.ones(300, np.uint8)])
     framed = unframe(b"\x78\x05" + data)  # Field 15, a varint.
     assert framed.request.batch == requests().batch

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -12,7 +10,7 @@ import transformers
 from transformers import PreTrainedModel
 
 from policy_bridge import BridgeConfig, PolicyBridge
-from tests.draft_trainer.rig import DEADLINE, Client, make_config, running
+from tests.draft_trainer.rig import DEADLINE, make_config, running
 from tests.draft_trainer.synthetic import HIDDEN, VOCAB
 
 SIZES = {
@@ -44,37 +42,24 @@ def make(family: str) -> PreTrainedModel:
     return model
 
 
-@contextmanager
-def feeding(tmp_path: Path, model: PreTrainedModel) -> Iterator[tuple[PolicyBridge, Client]]:
+@pytest.mark.parametrize("family", FAMILIES)
+def test_trainer_takes_samples_of_family(tmp_path: Path, family: str) -> None:
+    """Of rollouts of the policy itself, captured in a pass of its own."""
+    model, generator = make(family), torch.Generator().manual_seed(1)
+    ids = torch.randint(1, VOCAB, (16, 4), generator=generator)
     with running(make_config(tmp_path), train=False) as (server, client):
         config = BridgeConfig(trainer=server.address, run_id="run", strict=True)
-        with PolicyBridge(model, config) as bridge:
+        with PolicyBridge(model, config) as bridge, torch.no_grad():
             assert bridge.wait_connected(DEADLINE)
             with bridge.sync(1):
                 pass
-            yield bridge, client
-
-
-def step(bridge: PolicyBridge, model: PreTrainedModel, temperature: float = 1.0) -> None:
-    """Sixteen rollouts of the policy, captured in a pass of its own."""
-    generator = torch.Generator().manual_seed(1)
-    ids = torch.randint(1, VOCAB, (16, 4), generator=generator)
-    with torch.no_grad():
-        for _ in range(20):
-            logits = model(ids).logits[:, -1].float() / temperature
-            ids = torch.cat([ids, torch.multinomial(logits.softmax(-1), 1, generator=generator)], 1)
-        mask = torch.arange(ids.shape[1]).expand(ids.shape) >= 4
-        with bridge.capture(temperature=temperature) as capture:
-            model(ids)
-            capture.ship(ids, loss_mask=mask)
-    assert bridge.flush(DEADLINE)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_family_is_taken(tmp_path: Path, family: str) -> None:
-    model = make(family)
-    with feeding(tmp_path, model) as (bridge, client):
-        step(bridge, model, temperature=0.8)
-        stats = bridge.stats()
+            for _ in range(20):
+                p = (model(ids).logits[:, -1].float() / 0.8).softmax(-1)
+                ids = torch.cat([ids, torch.multinomial(p, 1, generator=generator)], 1)
+            with bridge.capture(temperature=0.8) as capture:
+                model(ids)
+                capture.ship(ids, loss_mask=torch.arange(ids.shape[1]).expand(ids.shape) >= 4)
+            assert bridge.flush(DEADLINE)
+            stats = bridge.stats()
         assert (stats.accepted, dict(stats.refused_by_field)) == (16, {})
         assert client.status().samples_accepted == 16

@@ -42,7 +42,7 @@ Trainer = tuple[TrainerServer, Client]
 
 @pytest.mark.parametrize("transport", ["auto", "shared_memory", "grpc"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_every_tensor_arrives_with_its_bits(
+def test_transport_keeps_bits_of_every_tensor(
     trainer: Trainer, memory: Path, transport: str, dtype: torch.dtype
 ) -> None:
     server, client = trainer
@@ -59,7 +59,7 @@ def test_every_tensor_arrives_with_its_bits(
 
 
 @pytest.mark.parametrize("why", ["elsewhere", "nonce", "off", "not_there"])
-def test_without_the_same_memory_states_go_by_grpc(
+def test_transport_falls_back_to_grpc_without_shared_memory(
     tmp_path: Path, memory: Path, monkeypatch: pytest.MonkeyPatch, why: str
 ) -> None:
     directory = {"off": "", "not_there": str(tmp_path / "nowhere")}.get(why, str(memory))
@@ -98,9 +98,7 @@ def cut(sender: Sender) -> None:
     os.ftruncate(sender.outbox._blocks.file._descriptor, HEADER_BYTES)
 
 
-def test_a_file_that_is_cut_short_between_samples_costs_none_that_come_later(
-    trainer: Trainer, memory: Path
-) -> None:
+def test_file_truncated_between_samples_loses_none(trainer: Trainer, memory: Path) -> None:
     server, client = trainer
     sent = samples(40, seed=2)
     with sending(server.address, shared_memory=str(memory)) as sender:
@@ -120,7 +118,7 @@ def test_a_file_that_is_cut_short_between_samples_costs_none_that_come_later(
     assert client.status().samples_refused == 0
 
 
-def test_a_file_that_is_cut_short_while_it_is_read_costs_what_was_in_it(
+def test_file_truncated_during_read_loses_its_blocks_only(
     trainer: Trainer, memory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server, client = trainer
@@ -155,9 +153,7 @@ def test_a_file_that_is_cut_short_while_it_is_read_costs_what_was_in_it(
     assert set(refused) == {"shared_memory"}
 
 
-def test_the_policy_and_the_trainer_survive_a_file_that_is_cut_while_samples_flow(
-    tmp_path: Path, memory: Path
-) -> None:
+def test_processes_survive_file_truncated_while_sending(tmp_path: Path, memory: Path) -> None:
     with process("trainer_process", tmp_path, memory) as trainer:
         (address,) = line(trainer)
         with process("sender_process", address, memory, 1) as sender:
@@ -177,7 +173,7 @@ def test_the_policy_and_the_trainer_survive_a_file_that_is_cut_while_samples_flo
             assert sender.poll() is None and trainer.poll() is None
 
 
-def test_a_corrupted_byte_is_refused_and_the_stream_goes_on(
+def test_corrupted_byte_refused_and_stream_continues(
     trainer: Trainer, memory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server, client = trainer
@@ -203,7 +199,7 @@ def test_a_corrupted_byte_is_refused_and_the_stream_goes_on(
     assert client.status().samples_refused == 1
 
 
-def test_a_block_in_pieces_is_one_again(
+def test_block_sent_in_pieces_is_reassembled(
     trainer: Trainer, memory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server, _ = trainer
@@ -219,9 +215,7 @@ def test_a_block_in_pieces_is_one_again(
 
 
 @pytest.mark.parametrize("transport", ["shared_memory", "grpc"])
-def test_states_that_are_not_finite_are_refused_by_field(
-    trainer: Trainer, memory: Path, transport: str
-) -> None:
+def test_non_finite_states_refused_by_field(trainer: Trainer, memory: Path, transport: str) -> None:
     server, _ = trainer
     sent = samples(6, seed=4)
     for sample, value in zip(sent, (float("nan"), float("inf"), -float("inf")), strict=False):
@@ -237,7 +231,7 @@ def test_states_that_are_not_finite_are_refused_by_field(
     }
 
 
-def test_a_trainer_that_ends_every_stream_is_reported_by_name(
+def test_stream_ended_by_trainer_is_reported_and_reopened(
     trainer: Trainer, memory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server, _ = trainer

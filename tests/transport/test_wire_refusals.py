@@ -72,7 +72,7 @@ def answers(client: Client, *sent: pb.StreamStatesRequest) -> list[pb.Ack]:
     return acks
 
 
-def test_every_sample_of_a_batch_is_answered_in_order(
+def test_batch_samples_are_acknowledged_in_order(
     trainer: tuple[TrainerServer, Client],
 ) -> None:
     _, client = trainer
@@ -119,7 +119,7 @@ BAD: list[tuple[Damage, str, str]] = [
 
 
 @pytest.mark.parametrize(("damage", "field", "expected"), BAD)
-def test_a_bad_description_is_refused_by_name_and_the_others_are_taken(
+def test_bad_sample_header_refused_by_field_others_accepted(
     trainer: tuple[TrainerServer, Client],
     pytestconfig: pytest.Config,
     damage: Damage,
@@ -140,7 +140,7 @@ def test_a_bad_description_is_refused_by_name_and_the_others_are_taken(
 
 
 @pytest.mark.parametrize("offset", [0, 4032, (1 << 16) - 64, 1 << 40])
-def test_a_span_outside_the_file_is_refused(
+def test_span_outside_shared_file_refused(
     trainer: tuple[TrainerServer, Client], tmp_path: Path, offset: int
 ) -> None:
     server, client = trainer
@@ -163,7 +163,7 @@ def test_a_span_outside_the_file_is_refused(
 
 
 @pytest.mark.parametrize("version", [0, 1, SCHEMA_VERSION - 1, SCHEMA_VERSION + 1])
-def test_a_client_of_another_schema_is_refused_at_connect(
+def test_client_of_other_schema_version_refused(
     trainer: tuple[TrainerServer, Client], version: int
 ) -> None:
     _, client = trainer
@@ -176,7 +176,7 @@ def test_a_client_of_another_schema_is_refused_at_connect(
 
 
 @pytest.mark.parametrize("version", [0, 1, SCHEMA_VERSION - 1, SCHEMA_VERSION + 1])
-def test_a_trainer_of_another_schema_is_refused_at_connect(version: int) -> None:
+def test_trainer_of_other_schema_version_refused(version: int) -> None:
     response = pb.OpenRunResponse(session_id="s", schema_version=version)
     with pytest.raises(RefusedError, match="same release") as refused:
         decode_session(response, None)  # type: ignore[arg-type]

@@ -13,14 +13,14 @@ from slipstream.errors import RefusedError
 from slipstream.hub import read_json
 
 
-def test_hidden_files_are_no_weights(tmp_path: Path) -> None:
+def test_weight_files_skip_hidden_files(tmp_path: Path) -> None:
     """vLLM reads none either."""
     save_file({"w": torch.zeros(1)}, tmp_path / "model.safetensors")
     (tmp_path / "._model.safetensors").write_bytes(b"\x00\x05\x16\x07")
     assert weight_files(tmp_path) == [tmp_path / "model.safetensors"]
 
 
-def test_a_folder_that_is_not_there_is_named_without_a_word_about_files_in_it(
+def test_missing_checkpoint_folder_refused_by_path(
     tmp_path: Path,
 ) -> None:
     folder = tmp_path / "polcy"

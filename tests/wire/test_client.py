@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -10,14 +11,15 @@ import grpc
 import pytest
 
 from slipstream import serving
-from slipstream.client import MAX_MESSAGE_BYTES, open_channel
-from slipstream.security import ClientCredentials
+from slipstream.client import open_channel
+from slipstream.errors import RefusedError
+from slipstream.security import ClientCredentials, open_access
 from slipstream.v1 import rollout_server_pb2 as pb
 from slipstream.v1 import rollout_server_pb2_grpc as pb_grpc
 from tests.security.certificates import write_token
 
 
-def test_a_call_on_a_closed_channel_is_an_error_and_no_crash(tmp_path: Path) -> None:
+def test_call_on_closed_channel_raises(tmp_path: Path) -> None:
     """gRPC's own interceptors end the process here."""
     token = write_token(tmp_path / "token", "observe" * 8)
     with open_channel("127.0.0.1:1", credentials=ClientCredentials(token_file=token)) as channel:
@@ -34,14 +36,21 @@ def test_a_call_on_a_closed_channel_is_an_error_and_no_crash(tmp_path: Path) -> 
             call()
 
 
-def test_every_option_of_a_server_is_given_once() -> None:
-    """Of one that is given twice gRPC takes the first."""
-    given = serving.server_options(4.0)
-    assert len(given) == len(dict(given))
-    found = dict(given)
-    assert found["grpc.max_receive_message_length"] == MAX_MESSAGE_BYTES
-    assert found["grpc.keepalive_time_ms"] == 4000
-    assert found["grpc.keepalive_timeout_ms"] == found["grpc.http2.ping_timeout_ms"] == 2000
+def test_host_with_one_remote_address_is_not_loopback(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither serves it without TLS and tokens, nor sends it a token readable."""
+    kind = (socket.AF_INET, socket.SOCK_STREAM, 0, "")
+    found = [(*kind, (address, 0)) for address in ("127.0.0.1", "192.0.2.7")]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
+    with pytest.raises(RefusedError, match="host: found mixed without TLS"):
+        open_access(str, "mixed", tokens={}, names={})
+    token = write_token(tmp_path / "token", "observe" * 8)
+    with pytest.raises(RefusedError, match="with a token and without TLS"):
+        ClientCredentials(token_file=token).check_address("mixed:1", "trainer")
+    del found[1]
+    assert open_access(str, "mixed", tokens={}, names={}).open
+    ClientCredentials(token_file=token).check_address("mixed:1", "trainer")
 
 
 @pytest.fixture
@@ -54,7 +63,7 @@ def proxy(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("proxy")
-def test_health_of_this_machine_is_asked_without_the_proxy_of_the_environment(
+def test_health_check_of_localhost_ignores_proxy(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     server = grpc.server(ThreadPoolExecutor(1))
@@ -68,7 +77,7 @@ def test_health_of_this_machine_is_asked_without_the_proxy_of_the_environment(
 
 
 @pytest.mark.usefixtures("proxy")
-def test_this_machine_is_reached_without_the_proxy_of_the_environment() -> None:
+def test_channel_to_localhost_ignores_proxy() -> None:
     server = grpc.server(ThreadPoolExecutor(1))
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
@@ -85,7 +94,7 @@ SETTINGS, PING, GOAWAY = 4, 6, 7
 ACK = 1
 
 
-def test_a_client_may_ping_as_often_as_it_likes() -> None:
+def test_server_accepts_frequent_pings() -> None:
     """gRPC's own client pings beyond keepalive, to measure the connection."""
 
     async def main() -> list[int]:

@@ -14,7 +14,7 @@ from slipstream.security import Access
 from slipstream.serving import Workers, blocking
 
 
-def test_an_answer_that_is_never_read_ends_the_call() -> None:
+def test_guard_unread_answer_ends_call() -> None:
     async def answer() -> None:
         await read_within(0.01, asyncio.get_running_loop().create_future())
 
@@ -24,7 +24,7 @@ def test_an_answer_that_is_never_read_ends_the_call() -> None:
     assert caught.value.code is StatusCode.DEADLINE_EXCEEDED
 
 
-def test_a_call_that_is_cancelled_as_its_answer_is_read_ends() -> None:
+def test_guard_call_cancelled_while_answer_is_read_ends() -> None:
     async def cancelled() -> bool:
         first, never = (asyncio.get_running_loop().create_future() for _ in range(2))
 
@@ -43,7 +43,7 @@ def test_a_call_that_is_cancelled_as_its_answer_is_read_ends() -> None:
     assert asyncio.run(cancelled())
 
 
-def test_a_client_that_trickles_does_not_keep_a_thread_beyond_the_calls_deadline() -> None:
+def test_guard_trickling_client_ends_at_call_deadline() -> None:
     """The work is in a thread, which a cancelled call waits for."""
     sent = []
 

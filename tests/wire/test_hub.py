@@ -12,7 +12,7 @@ from slipstream.errors import RefusedError
 from slipstream.hub import local_folder
 
 
-def test_a_folder_that_exists_wins_and_other_paths_are_left_alone(
+def test_local_folder_prefers_existing_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -23,7 +23,7 @@ def test_a_folder_that_exists_wins_and_other_paths_are_left_alone(
         assert local_folder(path, "--policy") == Path(path)
 
 
-def test_a_name_is_fetched_at_its_revision_without_pickles(
+def test_hub_name_is_fetched_at_revision_without_pickles(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = []
@@ -39,7 +39,9 @@ def test_a_name_is_fetched_at_its_revision_without_pickles(
     assert asked == [("org/Name-1.5B", None), ("org/name", "v1")]
 
 
-def test_offline_it_says_what_to_type(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hub_name_offline_refused_with_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
     with pytest.raises(RefusedError, match="no such folder here, and the hub") as refused:

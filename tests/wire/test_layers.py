@@ -14,7 +14,7 @@ from slipstream.layers import (
 from slipstream.sample import Sample
 
 
-def test_vllms_defaults() -> None:
+def test_default_aux_layers_are_vllms() -> None:
     assert default_aux_layers(8) == (2, 4, 5)
     assert default_aux_layers(10) == (2, 5, 7)
     assert default_aux_layers(36) == (2, 18, 33)
@@ -23,7 +23,7 @@ def test_vllms_defaults() -> None:
 
 
 @pytest.mark.parametrize("layers", range(1, 12))
-def test_a_new_draft_of_a_policy_of_any_depth_has_layers(layers: int) -> None:
+def test_choose_aux_layers_for_policy_of_any_depth(layers: int) -> None:
     chosen = choose_aux_layers(layers)
     assert len(chosen) == min(layers, 3)
     assert list(chosen) == sorted(set(chosen)) and 0 <= chosen[0] <= chosen[-1] < layers
@@ -32,13 +32,13 @@ def test_a_new_draft_of_a_policy_of_any_depth_has_layers(layers: int) -> None:
 
 
 @pytest.mark.parametrize("ids", [None, [], "12", [1.0], [True, 2], [2, 2], [3, 2], [0, 2], [2, 6]])
-def test_lists_that_are_not_layers_are_refused(ids: object) -> None:
+def test_check_layers_refuses_other_lists(ids: object) -> None:
     assert check_layers([1, 5], "ids", "fix it", 1, 5) == check_layers((1, 5), "ids", "fix it")
     with pytest.raises(RefusedError, match="expected ascending layers from 1 to 5"):
         check_layers(ids, "ids", "fix it", 1, 5)
 
 
-def test_no_layer_at_all_is_a_draft_that_takes_the_final_state() -> None:
+def test_sample_without_aux_layers_has_final_state() -> None:
     final = torch.linspace(-1, 1, 5 * 64).view(5, 64)
     sample = Sample.pack(
         *("one", 0, 1.0, ()),

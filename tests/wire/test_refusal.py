@@ -82,14 +82,14 @@ def check(refusal: RefusedError | None) -> None:
     assert str(refusal) == str(REFUSAL)
 
 
-def test_through_a_unary_call(stub: pb_grpc.DraftTrainerStub) -> None:
+def test_refusal_through_unary_call(stub: pb_grpc.DraftTrainerStub) -> None:
     with pytest.raises(grpc.RpcError) as failed:
         stub.OpenRun(pb.OpenRunRequest(run_id="r"), timeout=10.0)
     assert failed.value.details() == str(REFUSAL)
     check(refused_from(failed.value))
 
 
-def test_through_a_stream_after_its_first_answer(stub: pb_grpc.DraftTrainerStub) -> None:
+def test_refusal_through_stream_after_first_answer(stub: pb_grpc.DraftTrainerStub) -> None:
     responses = stub.StreamStates(iter([]), timeout=10.0)
     assert next(responses).credit.bytes == 1
     with pytest.raises(grpc.RpcError) as failed:
@@ -97,7 +97,7 @@ def test_through_a_stream_after_its_first_answer(stub: pb_grpc.DraftTrainerStub)
     check(refused_from(failed.value))
 
 
-def test_through_an_asyncio_client(address: str) -> None:
+def test_refusal_through_asyncio_client(address: str) -> None:
     async def refusal() -> RefusedError | None:
         async with grpc.aio.insecure_channel(address) as channel:
             with pytest.raises(grpc.RpcError) as failed:
@@ -109,7 +109,7 @@ def test_through_an_asyncio_client(address: str) -> None:
     check(asyncio.run(refusal()))
 
 
-def test_other_failures_are_not_refusals(stub: pb_grpc.DraftTrainerStub) -> None:
+def test_refusal_not_made_of_other_failures(stub: pb_grpc.DraftTrainerStub) -> None:
     with pytest.raises(grpc.RpcError) as failed:
         stub.OpenRun(pb.OpenRunRequest(run_id="crash"), timeout=10.0)
     assert failed.value.code() == grpc.StatusCode.UNKNOWN
@@ -119,13 +119,13 @@ def test_other_failures_are_not_refusals(stub: pb_grpc.DraftTrainerStub) -> None
     assert refused_from(absent.value) is None
 
 
-def test_as_a_message_and_across_a_process_boundary() -> None:
+def test_refusal_as_message_and_pickled() -> None:
     check(RefusedError.from_proto(REFUSAL.to_proto(), REFUSAL.code))
     check(pickle.loads(pickle.dumps(REFUSAL)))  # noqa: S301 (what vLLM's worker RPC does)
 
 
 @pytest.mark.parametrize("text", [HOSTILE, "≠" * 3000, "\ud800", "", "plain"])
-def test_text_of_the_other_side_is_one_bounded_printable_line(text: str) -> None:
+def test_clean_bounds_text_to_printable_line(text: str) -> None:
     kept = clean(text)
     assert kept.isprintable() and len(kept.encode()) <= MAX_TEXT_BYTES
     assert clean(kept) == kept
@@ -134,7 +134,7 @@ def test_text_of_the_other_side_is_one_bounded_printable_line(text: str) -> None
 
 
 @pytest.mark.parametrize("run_id", ["hostile", "garbage"])
-def test_a_hostile_server_writes_no_log_line_of_its_own(
+def test_hostile_server_text_is_one_printable_line(
     stub: pb_grpc.DraftTrainerStub, run_id: str
 ) -> None:
     with pytest.raises(grpc.RpcError) as failed:
@@ -146,7 +146,7 @@ def test_a_hostile_server_writes_no_log_line_of_its_own(
     assert "wiped" in told and "\\x1b" in told
 
 
-def test_a_server_that_asks_for_what_it_was_not_offered_is_refused_by_name() -> None:
+def test_stage_server_asking_for_unoffered_tensor_refused() -> None:
     class Asks:
         def Stage(self, requests, timeout, metadata):  # type: ignore[no-untyped-def]
             next(requests)

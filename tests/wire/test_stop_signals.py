@@ -24,5 +24,5 @@ assert stopping()
 """
 
 
-def test_a_signal_that_comes_while_one_is_handled_does_not_wait_for_it() -> None:
+def test_stop_signal_during_handler_does_not_deadlock() -> None:
     subprocess.run([sys.executable, "-c", CODE], timeout=60, check=True)
