@@ -45,7 +45,7 @@ def random_policy(tokenizer: Path, out: Path) -> Path:
     return out
 
 
-def test_a_head_is_swapped_and_replayed(
+def test_ernie_head_swaps_and_matches_replay(
     serve,  # type: ignore[no-untyped-def]
     policy_dir: Path,
     tmp_path: Path,

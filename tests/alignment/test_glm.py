@@ -118,7 +118,7 @@ def case(
     live.stop()
 
 
-def test_swaps_with_requests_in_flight_lose_nothing(case: tuple[Live, Path, Path]) -> None:
+def test_swaps_with_requests_in_flight_are_lossless(case: tuple[Live, Path, Path]) -> None:
     live, _, folder = case
     batch = prompts(64)
     live.speculate(False)
@@ -135,7 +135,7 @@ def test_swaps_with_requests_in_flight_lose_nothing(case: tuple[Live, Path, Path
             live.stage("draft", "theirs", 99, draft | {name: torch.zeros(128, 192)})
 
 
-def test_a_policy_push_of_the_same_weights_changes_nothing(case: tuple[Live, Path, Path]) -> None:
+def test_push_of_same_policy_changes_nothing(case: tuple[Live, Path, Path]) -> None:
     live, folder, _ = case
     batch = prompts(16)
     before = live.generate(batch)

@@ -70,7 +70,7 @@ def model_of(folder: Path) -> PreTrainedModel:
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
 
-def test_the_conversion_changes_no_logit(policy_dir: Path, tmp_path: Path) -> None:
+def test_qwen3_next_conversion_keeps_logits(policy_dir: Path, tmp_path: Path) -> None:
     ids = torch.tensor(prompts(4))
     converted = policy_with_mtp(policy_dir, tmp_path / "policy")
     with torch.no_grad():
@@ -79,7 +79,7 @@ def test_the_conversion_changes_no_logit(policy_dir: Path, tmp_path: Path) -> No
 
 
 @pytest.mark.vllm
-def test_swaps_with_requests_in_flight_lose_nothing(case: Case) -> None:
+def test_swaps_with_requests_in_flight_are_lossless(case: Case) -> None:
     """Greedy completions are those without speculation, and samples are the policy's.
 
     Null of the samples: every token is drawn from the policy's own distribution at T = 1
@@ -114,7 +114,7 @@ def test_replay_predicts_measured_acceptance(case: Case) -> None:
 
 @pytest.mark.vllm
 @pytest.mark.parametrize("case", ["mtp", "dflash"], indirect=True)
-def test_replay_predicts_it_after_a_push_of_another_policy(case: Case) -> None:
+def test_replay_predicts_acceptance_after_policy_push(case: Case) -> None:
     """Whose embeddings and lm_head these drafts follow; a draft model has its own of both."""
     model = model_of(case.policy)
     moved = perturbed(dict(model.state_dict()), scale=0.05, seed=3)

@@ -70,7 +70,7 @@ def check(drafts: Drafts, release: int) -> None:
     assert drafts.read_back.check() == SAME
 
 
-def test_what_vllm_derives_is_accounted_for(drafts: Drafts) -> None:
+def test_derived_tensors_are_accounted_for(drafts: Drafts) -> None:
     found = {name: tuple(tensor.shape) for name, tensor in derived(drafts.draft)}
     assert found == DERIVED
     assert unaccounted(drafts.policy, drafts.draft) == []
@@ -92,7 +92,7 @@ def test_what_vllm_derives_is_accounted_for(drafts: Drafts) -> None:
     )
 
 
-def test_a_swap_replaces_what_is_derived(drafts: Drafts) -> None:
+def test_swap_replaces_derived_tensors(drafts: Drafts) -> None:
     standby = drafts.standby()
     check(drafts, 0)
     first = drafts.outputs()
@@ -121,7 +121,7 @@ def test_a_swap_replaces_what_is_derived(drafts: Drafts) -> None:
     check(drafts, 0)
 
 
-def test_a_commit_that_fails_leaves_the_draft(drafts: Drafts) -> None:
+def test_failed_commit_keeps_derived_tensors(drafts: Drafts) -> None:
     """Where the weights are gone, and where a policy fails after the draft was swapped."""
     standby = drafts.standby()
     zero, one, _ = drafts.sources
@@ -143,7 +143,7 @@ def test_a_commit_that_fails_leaves_the_draft(drafts: Drafts) -> None:
     check(drafts, 0)
 
 
-def test_a_copy_whose_loader_derives_nothing_is_refused(
+def test_standby_copy_without_derived_tensors_is_refused(
     drafts: Drafts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As a vLLM would whose load_weights no longer does."""

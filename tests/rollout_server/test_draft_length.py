@@ -67,7 +67,7 @@ def is_best(rates: Sequence[float], k: int, requests: int) -> bool:
     return speed(rates, k, requests) >= best * (1 - MARGIN)
 
 
-def test_the_best_length_at_each_batch_size() -> None:
+def test_chooser_picks_best_length_per_batch_size() -> None:
     chooser = LengthChooser(longest=3, largest=64)
     assert chooser.table == [3] * 65
     chooser.choose(FRESH)
@@ -82,7 +82,7 @@ def test_the_best_length_at_each_batch_size() -> None:
     assert chooser.speed_up is not None and chooser.speed_up > 1
 
 
-def test_nothing_is_drafted_where_no_length_pays_and_the_batch_decides_again() -> None:
+def test_chooser_drafts_nothing_when_no_length_pays() -> None:
     chooser = LengthChooser(3, 64)
     chooser.add(measured(), STALE)
     chooser.choose(STALE)
@@ -94,7 +94,7 @@ def test_nothing_is_drafted_where_no_length_pays_and_the_batch_decides_again() -
     assert chooser.table is not None and chooser.table[1] == 3
 
 
-def test_a_zero_that_was_timed_too_fast_is_not_kept_at_every_size_in_use() -> None:
+def test_chooser_turns_off_despite_fast_length_zero() -> None:
     sums = measured()
     for n in SIZES:
         sums[SPECULATIVE, n, 0] = StepSum(100, 99 * seconds(-1, n))
@@ -105,7 +105,7 @@ def test_a_zero_that_was_timed_too_fast_is_not_kept_at_every_size_in_use() -> No
     assert chooser.speed_up == 1.0
 
 
-def test_two_slow_steps_of_a_small_batch_do_not_make_drafts_pay_at_every_larger_one() -> None:
+def test_chooser_ignores_costs_of_few_steps() -> None:
     sums = measured()
     # The machine paused in the only plain steps of three requests.
     sums[PLAIN, 3, 0] = StepSum(2, 2 * 0.05)
@@ -115,7 +115,7 @@ def test_two_slow_steps_of_a_small_batch_do_not_make_drafts_pay_at_every_larger_
     assert chooser.table is None
 
 
-def test_a_gain_within_the_margin_changes_nothing() -> None:
+def test_chooser_ignores_gain_within_margin() -> None:
     chooser = LengthChooser(3, 1)
     chooser.add({key: total for key, total in measured().items() if key[1] == 1}, FRESH)
     chooser.choose(FRESH)
@@ -148,7 +148,7 @@ def test_lengths_are_compared_at_a_batch_that_each_was_measured_at() -> None:
     assert chooser.table[256] == chooser.table[64] == 0, "3 was measured at 64 requests only"
 
 
-def test_an_older_cost_fades() -> None:
+def test_chooser_fades_older_costs() -> None:
     chooser = LengthChooser(3, 1)
     alone = {key: total for key, total in measured().items() if key[1] == 1}
     chooser.add(alone, FRESH)
@@ -161,7 +161,7 @@ def test_an_older_cost_fades() -> None:
     assert chooser.table is not None and chooser.table[1] < 3
 
 
-def test_lengths_and_the_schedule_that_names_each() -> None:
+def test_launch_schedule_names_every_length() -> None:
     assert lengths_to_choose(3) == (1, 2, 3)
     assert lengths_to_choose(8) == (1, 2, 3, 5, 7, 8)
     most = 1 << 20
@@ -238,7 +238,7 @@ class Server:
         asyncio.run(self.control.update(self.sums))
 
 
-def test_a_ruined_draft_turns_drafting_off_and_a_new_one_on() -> None:
+def test_drafting_is_off_from_ruined_draft_to_next_commit() -> None:
     server = Server(STALE)
     server.serve(60)
     assert server.told == [None]
@@ -269,7 +269,7 @@ def test_drafting_is_tried_again_after_a_while_of_generation() -> None:
     assert server.told[2] is None, "it still does not pay"
 
 
-def test_each_try_of_one_draft_comes_after_twice_the_time(
+def test_drafting_is_retried_at_doubling_intervals(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("rollout_server.draft_length.REFRESH_SECONDS", math.inf)
@@ -296,7 +296,7 @@ def test_each_try_of_one_draft_comes_after_twice_the_time(
     assert tried_after(RETRY_SECONDS + 1), "another draft"
 
 
-def test_the_speed_up_is_known_before_many_plain_steps_were_taken(
+def test_speed_up_is_known_after_few_plain_steps(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("rollout_server.step_costs.READ_SECONDS", 0.0)
@@ -326,7 +326,7 @@ async def no_sleep(seconds: float) -> None:
     pass
 
 
-def test_a_cost_that_is_old_is_measured_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_old_plain_cost_is_measured_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plain steps were timed while something else slowed the machine: drafting seems to pay."""
     monkeypatch.setattr("rollout_server.draft_length.REFRESH_LEAST_SECONDS", 0.0)
     monkeypatch.setattr("rollout_server.draft_length.asyncio.sleep", no_sleep)
@@ -353,7 +353,7 @@ def test_a_cost_that_is_old_is_measured_again(monkeypatch: pytest.MonkeyPatch) -
     assert server.control.chooser.table is None
 
 
-def test_lengths_do_not_change_for_a_cost_of_another_load(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lengths_are_measured_before_they_change(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps take twice what they took in the calibration: only what is in use seems slower."""
     monkeypatch.setattr("rollout_server.draft_length.asyncio.sleep", no_sleep)
     server = Server(FRESH)
@@ -380,7 +380,7 @@ def test_lengths_do_not_change_for_a_cost_of_another_load(monkeypatch: pytest.Mo
     assert len(measured) <= 4
 
 
-def test_lengths_that_could_not_be_timed_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lengths_that_cannot_be_timed_stay_unused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every step of the measurement also read a prompt."""
     monkeypatch.setattr("rollout_server.draft_length.asyncio.sleep", no_sleep)
     server = Server(FRESH)
@@ -420,7 +420,7 @@ class Engine:
         return self.sums
 
 
-def test_the_calibration_measures_every_length_and_leaves_the_longest() -> None:
+def test_calibration_measures_every_length() -> None:
     engine, chooser = Engine(), LengthChooser(3, 16)
     asyncio.run(calibrate(engine, engine.generate, chooser))  # type: ignore[arg-type]
     assert {(n, k) for kind, n, k in engine.sums if kind == SPECULATIVE} == {

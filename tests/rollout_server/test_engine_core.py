@@ -15,6 +15,7 @@ from rollout_server.engine_core import EngineHooks, PrefixCacheSalt
 from rollout_server.reload import Change, Result
 from rollout_server.store import WeightSource
 from rollout_server.worker import slipstream_forget
+from slipstream.errors import RefusedError
 
 TOKENS = list(range(12))
 
@@ -53,7 +54,7 @@ class Caching:
         return request
 
 
-def test_blocks_of_two_salts_never_meet() -> None:
+def test_block_hashes_differ_across_policy_commit() -> None:
     core = Caching()
     before = core.enter(TOKENS).block_hashes
     assert core.enter(TOKENS).block_hashes == before and len(before) == 3
@@ -74,7 +75,7 @@ def test_blocks_of_two_salts_never_meet() -> None:
 
 
 @pytest.mark.parametrize("own", [None, "tenant"])
-def test_a_request_that_has_not_begun_hits_no_block_from_before_a_commit(own: str | None) -> None:
+def test_waiting_request_is_rehashed_at_policy_commit(own: str | None) -> None:
     core = Caching()
     arriving, waiting = core.prepare(TOKENS, own), core.enter(TOKENS, own)
     before = waiting.block_hashes
@@ -88,7 +89,7 @@ def test_a_request_that_has_not_begun_hits_no_block_from_before_a_commit(own: st
     assert (arriving.block_hashes, arriving.cache_salt) == (new.block_hashes, new.cache_salt)
 
 
-def test_only_a_preempted_request_without_output_begins_anew_at_a_commit() -> None:
+def test_preempted_request_is_rehashed_only_without_output() -> None:
     core = Caching()
     preempted, answering = core.enter(TOKENS), core.enter(TOKENS[:8])
     answering.append_output_token_ids(TOKENS[8:])
@@ -111,7 +112,7 @@ def skips(request: Any) -> bool:
     return bool(request.skip_reading_prefix_cache)
 
 
-def test_a_waiting_request_is_computed_whole_where_a_connector_may_keep_its_old_hashes() -> None:
+def test_waiting_request_skips_prefix_cache_with_connector() -> None:
     core = with_connector(skips)
     waiting, answering = core.enter(TOKENS), core.enter(TOKENS[:8])
     answering.append_output_token_ids(TOKENS[8:])
@@ -123,7 +124,7 @@ def test_a_waiting_request_is_computed_whole_where_a_connector_may_keep_its_old_
     assert not skips(new) and waiting.block_hashes == new.block_hashes
 
 
-def test_it_keeps_its_salt_where_vllm_would_read_from_the_connector_all_the_same() -> None:
+def test_waiting_request_keeps_salt_if_connector_cannot_skip() -> None:
     core = with_connector(lambda self: None)
     waiting = core.enter(TOKENS)
     before = waiting.block_hashes[:]
@@ -138,7 +139,7 @@ def test_vllm_takes_nothing_from_a_connector_for_a_request_that_skips_reading() 
     assert rollout_server.engine_core._skips_connectors(AsyncScheduler.schedule)
 
 
-def test_salts_of_two_engines_never_meet() -> None:
+def test_block_hashes_differ_across_engine_cores() -> None:
     """A store behind a KV connector is shared by servers, and outlives one that restarts."""
     hashes = []
     for _ in range(2):
@@ -148,7 +149,7 @@ def test_salts_of_two_engines_never_meet() -> None:
     assert not set(hashes[0]) & set(hashes[1])
 
 
-def test_without_prefix_caching_nothing_is_hooked() -> None:
+def test_no_salt_without_prefix_caching() -> None:
     scheduler = SimpleNamespace(add_request="vLLM's")
     core = SimpleNamespace(request_block_hasher=None, scheduler=scheduler)
     PrefixCacheSalt(core).advance()
@@ -223,7 +224,7 @@ def salt_of(hooks: EngineHooks) -> str | None:
     return salt and re.sub("^slipstream-[0-9a-f]{12}-", "slipstream-", salt)
 
 
-def test_a_commit_answers_the_steps_before_it_and_salts_policies_only(hooks: EngineHooks) -> None:
+def test_commit_returns_steps_before_it_and_salts_policy_only(hooks: EngineHooks) -> None:
     hooks.core.scheduler.make_spec_decoding_stats()  # type: ignore[attr-defined]
     answer = hooks.apply([change("draft")], 1.0)
     # One verified, two scheduled, one proposed.
@@ -233,7 +234,7 @@ def test_a_commit_answers_the_steps_before_it_and_salts_policies_only(hooks: Eng
     assert salt_of(hooks) == "slipstream-1:"
 
 
-def test_a_policy_commit_says_where_every_request_stands(hooks: EngineHooks) -> None:
+def test_policy_commit_returns_tokens_of_each_request(hooks: EngineHooks) -> None:
     scheduler = hooks.core.scheduler  # type: ignore[attr-defined]
 
     def enter(name: str, tokens: int) -> None:
@@ -255,7 +256,7 @@ def test_a_policy_commit_says_where_every_request_stands(hooks: EngineHooks) -> 
     assert answer["requests"] == {"runs": 12, "waits": -1}
 
 
-def test_a_policy_commit_that_failed_says_nothing_and_forgets_nothing(hooks: EngineHooks) -> None:
+def test_failed_policy_commit_keeps_noted_requests(hooks: EngineHooks) -> None:
     scheduler = hooks.core.scheduler  # type: ignore[attr-defined]
     scheduler.add_request(SimpleNamespace(request_id="a"))
     hooks.core.collective_rpc.errors = ["no memory", "no memory"]  # type: ignore[attr-defined]
@@ -263,16 +264,14 @@ def test_a_policy_commit_that_failed_says_nothing_and_forgets_nothing(hooks: Eng
     assert hooks.apply([change("policy")], 1.0)["requests"] == {"a": -1}
 
 
-def test_requests_between_two_policy_commits_are_bounded(
-    hooks: EngineHooks, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_noted_requests_are_bounded(hooks: EngineHooks, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rollout_server.engine_core.RequestsSeen, "MOST", 2)
     for name in "abc":
         hooks.core.scheduler.add_request(SimpleNamespace(request_id=name))  # type: ignore
     assert hooks.apply([change("policy")], 1.0)["requests"] == {"b": -1, "c": -1}
 
 
-def test_workers_that_disagree_get_the_old_weights_back(hooks: EngineHooks) -> None:
+def test_failed_worker_reverts_other_workers(hooks: EngineHooks) -> None:
     workers = hooks.core.collective_rpc  # type: ignore[attr-defined]
     workers.errors = ["", "no memory"]
     answer = hooks.apply([change("policy")], 1.0)
@@ -284,7 +283,7 @@ def test_workers_that_disagree_get_the_old_weights_back(hooks: EngineHooks) -> N
     assert workers.applied[2:] == [["new"]], "each has put its own back"
 
 
-def test_workers_that_disagree_receive_no_external_policy_again(hooks: EngineHooks) -> None:
+def test_failed_worker_does_not_revert_external_policy(hooks: EngineHooks) -> None:
     workers = hooks.core.collective_rpc  # type: ignore[attr-defined]
     workers.errors = ["", "no memory"]
     external = Change("policy", WeightSource("new"), WeightSource(transfer="{}"))
@@ -294,7 +293,7 @@ def test_workers_that_disagree_receive_no_external_policy_again(hooks: EngineHoo
 
 
 @pytest.mark.parametrize(("refuses", "known"), [(1, True), (0, False)])
-def test_a_worker_without_room_that_was_not_written_to_needs_no_old_weights(
+def test_unwritten_worker_without_room_counts_as_restored(
     hooks: EngineHooks, refuses: int, known: bool
 ) -> None:
     workers = hooks.core.collective_rpc  # type: ignore[attr-defined]
@@ -303,7 +302,7 @@ def test_a_worker_without_room_that_was_not_written_to_needs_no_old_weights(
     assert hooks.apply([change("policy")], 1.0)["restored"] is known
 
 
-def test_an_engine_with_unknown_weights_takes_no_step(hooks: EngineHooks) -> None:
+def test_engine_with_unknown_weights_is_paused(hooks: EngineHooks) -> None:
     from vllm.v1.core.sched.interface import PauseState
 
     scheduler, workers = hooks.core.scheduler, hooks.core.collective_rpc  # type: ignore
@@ -344,7 +343,7 @@ def compute(hooks: EngineHooks, tokens: int) -> None:
     scheduler.update_from_output(output, None)
 
 
-def test_drafting_off_plans_no_drafts(hooks: EngineHooks) -> None:
+def test_speculation_off_schedules_no_drafts(hooks: EngineHooks) -> None:
     core = hooks.core  # type: ignore[attr-defined]
     assert switch(hooks, False) == 0.5
     assert core.scheduler.dynamic_sd_lookup == [0, 0, 0] and not core.check_for_draft_tokens
@@ -355,7 +354,23 @@ def test_drafting_off_plans_no_drafts(hooks: EngineHooks) -> None:
     assert core.check_for_draft_tokens, "a grammar has to see the drafts of a step in flight"
 
 
-def test_images_are_encoded_again_by_a_new_policy(hooks: EngineHooks) -> None:
+def test_draft_lengths_apply_by_requests_in_step(hooks: EngineHooks) -> None:
+    """vLLM's scheduler looks up the entry at the number of requests; here at most two run."""
+    scheduler = hooks.core.scheduler  # type: ignore[attr-defined]
+    hooks.set_draft_lengths([0, 3, 1])
+    assert [scheduler.dynamic_sd_lookup[requests] for requests in (1, 2)] == [3, 1]
+    switch(hooks, False)
+    hooks.set_draft_lengths([0, 2, 1])
+    assert scheduler.dynamic_sd_lookup == [0, 0, 0], "drafting is off"
+    switch(hooks, True)
+    assert [scheduler.dynamic_sd_lookup[requests] for requests in (1, 2)] == [2, 1]
+    for refused in ([3, 3], [3, 3, 4], [3, 3, -1]):
+        with pytest.raises(RefusedError, match="draft lengths"):
+            hooks.set_draft_lengths(refused)
+    assert [scheduler.dynamic_sd_lookup[requests] for requests in (1, 2)] == [2, 1]
+
+
+def test_policy_commit_evicts_encoder_outputs(hooks: EngineHooks) -> None:
     """Workers forget them at once: a step that needs one again tells none that it was evicted."""
     from vllm.v1.worker.gpu.mm.encoder_cache import EncoderCache
 
@@ -385,7 +400,7 @@ def test_images_are_encoded_again_by_a_new_policy(hooks: EngineHooks) -> None:
     assert manager.check_and_update_cache(reading, 0), "a request is reading it"
 
 
-def test_the_prefix_cache_is_left_only_where_much_of_it_was_computed_without_the_draft(
+def test_undrafted_prefix_cache_is_salted_on_speculation_on(
     hooks: EngineHooks,
 ) -> None:
     """It holds 800 tokens."""

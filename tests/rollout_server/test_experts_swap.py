@@ -55,7 +55,7 @@ def drafts(releases: list[Path]) -> Iterator[Drafts]:
     cleanup_dist_env_and_memory()
 
 
-def test_a_swap_packs_experts_as_a_fresh_load_does(drafts: Drafts, releases: list[Path]) -> None:
+def test_swap_packs_experts_like_fresh_load(drafts: Drafts, releases: list[Path]) -> None:
     expected = [fresh([path]).outputs() for path in releases]
     assert any("w13_weight" in name for name in expected[0])
     assert any("e_score_correction_bias" in name for name in expected[0])
@@ -89,7 +89,7 @@ def test_a_swap_packs_experts_as_a_fresh_load_does(drafts: Drafts, releases: lis
     assert result.error == "" and not different(drafts.outputs(), expected[2])
 
 
-def test_the_router_reads_the_correction_that_is_swapped(drafts: Drafts) -> None:
+def test_router_reads_swapped_correction_bias(drafts: Drafts) -> None:
     """Router, experts and gate have one tensor of it."""
     [gate] = [m for n, m in drafts.draft.named_modules() if n.endswith("mlp.gate")]
     [runner] = [m for n, m in drafts.draft.named_modules() if n.endswith("mlp.experts")]
@@ -100,7 +100,7 @@ def test_the_router_reads_the_correction_that_is_swapped(drafts: Drafts) -> None
     assert sum(one is bias for one, _ in copy.pairs()) == 1
 
 
-def test_experts_that_a_kernel_pads_are_loaded_and_their_padding_is_zero(
+def test_standby_copy_zeroes_padding_of_experts(
     drafts: Drafts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from vllm.model_executor.layers.fused_moe import UnquantizedFusedMoEMethod as Method
@@ -131,7 +131,7 @@ def test_experts_that_a_kernel_pads_are_loaded_and_their_padding_is_zero(
     assert not gate[:, half:].any() and not up[:, half:].any()
 
 
-def test_a_reload_packs_experts_again(
+def test_reload_packs_experts_again(
     drafts: Drafts, releases: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first half fails on a vLLM that packs them itself: then the workaround can go."""
@@ -148,7 +148,7 @@ def test_a_reload_packs_experts_again(
     pack_experts_again(nn.Module)  # has no such method
 
 
-def test_only_a_cpu_packs_experts_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_live_experts_kernel_is_kept_while_copy_is_packed(monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.platforms import current_platform
 
     method = SimpleNamespace(moe_kernel="kernel", other=1)

@@ -86,7 +86,7 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Policy]:
     cleanup_dist_env_and_memory()
 
 
-def test_a_push_that_would_lose_tensors_is_refused_and_leaves_the_old_policy(
+def test_push_losing_tensors_is_refused_and_reverted(
     policy: Policy,
 ) -> None:
     """Fails on a vLLM that loads all of GPT-OSS: then it is supported, and the docs say so."""
@@ -105,7 +105,7 @@ def test_a_push_that_would_lose_tensors_is_refused_and_leaves_the_old_policy(
     assert not different(policy.tensors(), before)
 
 
-def test_what_vllms_engine_receives_is_refused_too(policy: Policy) -> None:
+def test_transfer_losing_tensors_is_refused_and_reverted(policy: Policy) -> None:
     from vllm.model_executor.model_loader.reload import (
         finalize_layerwise_reload,
         initialize_layerwise_reload,
@@ -141,6 +141,6 @@ def test_what_vllms_engine_receives_is_refused_too(policy: Policy) -> None:
     assert not different(policy.tensors(), before)
 
 
-def test_names_that_nothing_on_the_meta_device_has_are_no_loss() -> None:
+def test_unknown_names_are_no_lost_tensors() -> None:
     model = nn.Linear(2, 2)
     refuse_lost(model, ["weight", "bias", "absent", "of.another"])

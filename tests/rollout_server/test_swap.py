@@ -134,7 +134,7 @@ def test_contents_are_swapped_both_ways() -> None:
         assert torch.equal(live, torch.full((size,), -1.0)) and torch.equal(standby, expected)
 
 
-def test_a_swap_is_a_reload(drafts: Drafts) -> None:
+def test_swap_equals_reload(drafts: Drafts) -> None:
     expected = []
     for release in range(3):
         drafts.reload(release)
@@ -168,7 +168,7 @@ def test_a_swap_is_a_reload(drafts: Drafts) -> None:
     assert standby.swap(zero, one) and not different(drafts.outputs(), expected[0])
 
 
-def test_what_a_swap_replaced_is_ready_without_being_loaded_again(drafts: Drafts) -> None:
+def test_replaced_draft_is_ready_to_swap_back(drafts: Drafts) -> None:
     """Small tensors are copied, large ones exchange their memory; both go both ways."""
     drafts.reload(0)
     standby = drafts.standby()
@@ -188,7 +188,7 @@ def test_what_a_swap_replaced_is_ready_without_being_loaded_again(drafts: Drafts
     assert not different(drafts.outputs(), before)
 
 
-def test_at_most_two_copies_are_ready(drafts: Drafts) -> None:
+def test_standby_keeps_at_most_two_copies(drafts: Drafts) -> None:
     standby = drafts.standby()
     zero, one, two = drafts.sources
     for source in (one, two, zero):
@@ -204,7 +204,7 @@ def test_at_most_two_copies_are_ready(drafts: Drafts) -> None:
     assert standby.swap(zero, zero) and not standby.swap(zero, zero)
 
 
-def test_a_copy_that_is_dropped_leaves_its_memory_at_once(
+def test_dropped_standby_copy_frees_memory_at_once(
     drafts: Drafts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """vLLM freezes Python's collector: what waits for it stays on the device."""
@@ -241,7 +241,7 @@ def test_a_copy_that_is_dropped_leaves_its_memory_at_once(
         gc.enable()
 
 
-def test_what_another_writer_left_does_not_come_back(drafts: Drafts) -> None:
+def test_overwritten_draft_is_not_swapped_back(drafts: Drafts) -> None:
     drafts.reload(1)
     first = drafts.outputs()
     standby = drafts.standby()
@@ -255,7 +255,7 @@ def test_what_another_writer_left_does_not_come_back(drafts: Drafts) -> None:
     assert not different(drafts.outputs(), first)
 
 
-def test_a_draft_whose_vocabulary_was_lost_is_healed(drafts: Drafts) -> None:
+def test_commit_heals_lost_draft_vocabulary(drafts: Drafts) -> None:
     drafts.reload(0)
     before, zero = drafts.outputs(), drafts.sources[0]
     d2t = drafts.draft.draft_id_to_target_id
@@ -272,7 +272,7 @@ def test_a_draft_whose_vocabulary_was_lost_is_healed(drafts: Drafts) -> None:
     assert not different(drafts.outputs(), before) and drafts.read_back.check() == SAME
 
 
-def test_a_commit_of_both_that_fails_gives_the_draft_back(drafts: Drafts) -> None:
+def test_failed_commit_of_both_reverts_draft(drafts: Drafts) -> None:
     drafts.reload(0)
     before = drafts.outputs()
     standby = drafts.standby()
@@ -291,7 +291,7 @@ def test_a_commit_of_both_that_fails_gives_the_draft_back(drafts: Drafts) -> Non
 
 
 @pytest.mark.parametrize("end", [OSError, IndexError])
-def test_a_reload_that_ends_in_the_middle_gives_the_old_weights_back(
+def test_interrupted_reload_restores_old_weights(
     drafts: Drafts, monkeypatch: pytest.MonkeyPatch, end: type[Exception]
 ) -> None:
     drafts.reload(0)
@@ -316,7 +316,7 @@ def test_a_reload_that_ends_in_the_middle_gives_the_old_weights_back(
     assert not different(drafts.outputs(), before)
 
 
-def test_an_external_policy_is_not_received_again_after_a_failure() -> None:
+def test_failed_external_policy_is_not_received_again() -> None:
     """Nobody sends the old one, and an update may read the same at every step."""
     external, received = WeightSource(transfer="{}"), []
 
@@ -333,7 +333,7 @@ def test_an_external_policy_is_not_received_again_after_a_failure() -> None:
     assert "the sender is gone" in result.error and "none are held here" in result.error
 
 
-def test_what_cannot_be_prepared_says_why(drafts: Drafts, tmp_path: Path) -> None:
+def test_prepare_says_why_it_failed(drafts: Drafts, tmp_path: Path) -> None:
     standby = drafts.standby()
     (tmp_path / "empty").mkdir()
     save_file({}, tmp_path / "empty" / "model.safetensors")
@@ -355,7 +355,7 @@ def test_what_cannot_be_prepared_says_why(drafts: Drafts, tmp_path: Path) -> Non
         StandbyCopy(other, drafts.draft)
 
 
-def test_modules_that_do_not_correspond_are_refused() -> None:
+def test_swap_refuses_modules_that_do_not_correspond() -> None:
     live, copy = nn.Linear(4, 4, bias=False), nn.Linear(4, 3, bias=False)
     with pytest.raises(NotSwappableError, match="shape"):
         pairs_of([(live, copy)])
@@ -386,7 +386,7 @@ class Worker:
     def wake_up(self, tags: list[str] | None = None) -> None: ...
 
 
-def test_read_back_tells_a_written_draft_from_a_pushed_policy() -> None:
+def test_read_back_sees_written_draft_not_pushed_policy() -> None:
     worker = Worker()
     state = worker.slipstream_hooks.read_back
     with torch.no_grad():
@@ -399,7 +399,7 @@ def test_read_back_tells_a_written_draft_from_a_pushed_policy() -> None:
     assert state.check() == SAME
 
 
-def test_a_draft_that_vllm_keeps_over_sleep_level_2_is_not_lost() -> None:
+def test_draft_preserved_over_sleep_level_2_reads_back_same() -> None:
     class Keeper(Worker):
         """With ``sleep_preserve_parameter_names``."""
 
@@ -412,7 +412,7 @@ def test_a_draft_that_vllm_keeps_over_sleep_level_2_is_not_lost() -> None:
     assert slipstream_read_back(worker) == SAME
 
 
-def test_a_draft_is_lost_in_sleep_level_2_and_not_in_level_1() -> None:
+def test_draft_is_lost_in_sleep_level_2_not_level_1() -> None:
     class Sleeper(Worker):
         def sleep(self, level: int = 1) -> None:
             if level == 2:
