@@ -12,13 +12,11 @@ from torch import nn
 
 from draft_trainer.drafters import DRAFTERS
 from draft_trainer.drafters.mtp import MtpConfig, MtpHead
-from rollout_server.reload import Change, LiveModel, apply_all
 from rollout_server.served.derived import unaccounted
-from rollout_server.standby import DIFFERS, SAME
 from rollout_server.swap import StandbyCopy, _as_first_loaded
 from rollout_server.vllm_patches import pack_experts_again
 from tests.draft_trainer.test_mtp_vllm import GLM, SIZES
-from tests.rollout_server.test_swap import Drafts, different, join, ready
+from tests.rollout_server.drafts import Drafts, check_failed_commits, check_swaps, different
 
 
 def fresh(releases: list[Path]) -> Drafts:
@@ -62,31 +60,9 @@ def test_swap_packs_experts_like_fresh_load(drafts: Drafts, releases: list[Path]
     # Every tensor of the two releases differs, so each of them was replaced.
     assert len(different(expected[0], expected[1])) == len(expected[0])
     assert unaccounted(drafts.policy, drafts.draft) == []
-    standby = drafts.standby()
-    zero, one, two = drafts.sources
-    assert not different(drafts.outputs(), expected[0])
-    ready(standby, one)
-    assert not different(drafts.outputs(), expected[0]), "preparing changes nothing"
-    assert standby.swap(one, zero)
-    assert not different(drafts.outputs(), expected[1])
-    assert drafts.read_back.check() == SAME
-    join()
-    assert standby.swap(zero, one), "what was live is ready again"
-    assert not different(drafts.outputs(), expected[0])
-    # Without a copy the commit loads one: a reload would leave the experts unpacked.
-    standby.drop()
-    live = LiveModel(drafts.draft, drafts.model_config, standby)
-    with drafts.current():
-        result = apply_all([(Change("draft", two, zero), live)])
-    assert (result.error, result.restored) == ("", True)
-    assert not different(drafts.outputs(), expected[2])
-    assert drafts.read_back.check() == SAME
     [experts] = [m for n, m in drafts.draft.named_modules() if n.endswith("routed_experts")]
-    experts.w13_weight.data.view(-1)[7] += 1.0  # type: ignore[union-attr,operator]
-    assert drafts.read_back.check() == DIFFERS
-    with drafts.current():
-        result = apply_all([(Change("draft", two, two), live)])
-    assert result.error == "" and not different(drafts.outputs(), expected[2])
+    check_swaps(drafts, expected, experts.w13_weight)  # type: ignore[arg-type]
+    check_failed_commits(drafts)
 
 
 def test_router_reads_swapped_correction_bias(drafts: Drafts) -> None:

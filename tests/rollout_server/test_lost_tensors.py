@@ -16,7 +16,7 @@ from rollout_server.store import WeightSource
 from rollout_server.worker import _receive
 from slipstream.errors import RefusedError
 from tests.policy_bridge.families import make
-from tests.rollout_server.test_swap import Drafts, _one_process, different
+from tests.rollout_server.drafts import Drafts, different, one_process
 
 # From 0.33 on, vLLM has a weight loader for the sinks.
 LOST = (
@@ -53,7 +53,7 @@ class Policy:
         ).create_engine_config()
         self.model_config = self.config.model_config
         with self.current(), torch.device("cpu"), set_default_torch_dtype(torch.bfloat16):
-            _one_process()
+            one_process()
             self.model: nn.Module = initialize_model(self.config, model_config=self.model_config)
             record_metadata_for_reloading(self.model)
             self.model.load_weights(self.sources[0].weights())  # type: ignore[operator]

@@ -29,7 +29,7 @@ from rollout_server.worker import (
     watch_sleep,
 )
 from slipstream.errors import RefusedError
-from tests.rollout_server.test_swap import join, ready
+from tests.rollout_server.drafts import join, ready
 
 MIB = 1 << 20
 CUDA = torch.device("cuda", 0)
