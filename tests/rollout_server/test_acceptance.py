@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from types import SimpleNamespace
 
 import pytest
 
 from rollout_server import app
-from rollout_server.acceptance import KEPT_VERSIONS, AcceptanceGuard, AcceptanceTracker
+from rollout_server.acceptance import (
+    KEPT_DRAFTS,
+    KEPT_VERSIONS,
+    AcceptanceGuard,
+    AcceptanceTracker,
+    RecentAcceptance,
+    tried,
+)
 
 
 @pytest.fixture
@@ -94,15 +102,35 @@ def test_commit_boundary_is_per_engine_core(tracker: AcceptanceTracker) -> None:
 
 def test_recent_acceptance_resets_on_draft_not_policy_commit() -> None:
     tracker = AcceptanceTracker()
+    tracker.record(10, 30, 5, [5, 0, 0])
+    assert tracker.all.drafts == 0, "the calibration belongs to no version"
     tracker.start(0)
-    tracker.record(100, 100, 50, [50])
-    tracker.switch_policy(1, [100], {})
-    tracker.record(1, 1, 0, [0])
-    assert tracker.recent.rates() is not None
-    tracker.switch(1, [101])
-    tracker.switch_policy(2, [101], {})
-    tracker.record(1, 1, 0, [0])
+    tracker.record(100, 300, 200, [80, 70, 50])
+    assert tracker.recent.rates() == pytest.approx((0.8, 0.7, 0.5))
+    tracker.switch_policy(1, [110], {})
+    tracker.record(1, 3, 0, [0, 0, 0])
+    assert tracker.recent.rates() == pytest.approx((0.8, 0.7, 0.5), abs=0.01)
+    # Ten of the calibration and 101 since were before the commit.
+    tracker.switch(1, [111])
+    tracker.switch_policy(2, [111], {})
     assert tracker.recent.rates() is None
+    tracker.record(60, 180, 60, [30, 20, 10])
+    assert tracker.recent.rates() == pytest.approx((0.5, 1 / 3, 1 / 6))
+    assert tracker.counters()[1].drafts == 60
+
+
+def test_recent_acceptance_counts_tried_positions_only() -> None:
+    assert tried(40, 40, [20, 0, 0]) == [40, 0, 0]
+    assert tried(60, 170, [30, 24, 12]) == [60, 60, 50]
+    assert tried(10, 28, [9, 9, 9]) == [10, 10, 9], "what was accepted was tried"
+    recent = RecentAcceptance()
+    recent.add(40, [40, 0, 0], [20, 0, 0])
+    assert recent.rates() is None
+    recent.add(60, [60, 60, 60], [30, 24, 12])
+    # Each step fades what came before it by a factor that both counts share.
+    keep = math.exp(-60 / KEPT_DRAFTS)
+    first = (20 * keep + 30) / (40 * keep + 60)
+    assert recent.rates() == pytest.approx((first, 24 / 60, 12 / 60))
 
 
 def test_version_pairs_keep_newest_only(tracker: AcceptanceTracker) -> None:

@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from rollout_server import engine
-from rollout_server.acceptance import AcceptanceTracker
 from rollout_server.app import check_speculation
 from rollout_server.engine import UntrustedEngineError, VllmEngine
 from rollout_server.plugins import Settings
@@ -280,20 +279,6 @@ def test_step_sums_add_up_over_cores() -> None:
     assert {key: (total.steps, total.seconds) for key, total in sums.items()} == {
         ("plain", 2, 0): (6, 1.0)
     }
-
-
-def test_each_core_has_a_boundary_of_its_own() -> None:
-    tracker = AcceptanceTracker()
-    tracker.start(0)
-    tracker.record(4, 12, 4, [4, 0, 0], engine=0)
-    tracker.record(4, 12, 0, [0, 0, 0], engine=1)
-    # Core 0 has taken four steps when it commits, core 1 eight: four are still to be reported.
-    tracker.switch(1, [4, 8])
-    tracker.record(4, 12, 12, [4, 4, 4], engine=0)
-    tracker.record(4, 12, 0, [0, 0, 0], engine=1)
-    tracker.record(4, 12, 8, [4, 4, 0], engine=1)
-    counts = {v: (c.drafts, c.accepted_tokens) for v, c in tracker.counters().items()}
-    assert counts == {0: (12, 4), 1: (8, 20)}
 
 
 @pytest.mark.vllm

@@ -8,13 +8,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from rollout_server.acceptance import (
-    KEPT_DRAFTS,
-    LEAST_DRAFTS,
-    AcceptanceTracker,
-    RecentAcceptance,
-    tried,
-)
+from rollout_server.acceptance import AcceptanceTracker
 from rollout_server.draft_length import (
     LATELY_SECONDS,
     MARGIN,
@@ -128,24 +122,17 @@ def test_chooser_ignores_gain_within_margin() -> None:
         assert chooser.table == [expected] * 2
 
 
-def test_more_requests_than_were_measured_are_judged_as_the_most_measured() -> None:
-    chooser = LengthChooser(3, 500)
-    chooser.add(measured(), FRESH)
-    chooser.choose(FRESH)
-    assert chooser.table is not None and len(chooser.table) == 501
-    assert chooser.table[500] == chooser.table[64]
-
-
-def test_lengths_are_compared_at_a_batch_that_each_was_measured_at() -> None:
+def test_chooser_judges_larger_batches_by_largest_measured() -> None:
+    """Lengths are compared at a batch size that each was measured at."""
     sums = measured()
     for k in (-1, 0, 1, 2):
         kind = PLAIN if k < 0 else SPECULATIVE
         sums[kind, 256, max(k, 0)] = StepSum(100, 100 * seconds(k, 256))
-    chooser = LengthChooser(3, 256)
+    chooser = LengthChooser(3, 500)
     chooser.add(sums, FRESH)
     chooser.choose(FRESH)
-    assert chooser.table is not None
-    assert chooser.table[256] == chooser.table[64] == 0, "3 was measured at 64 requests only"
+    assert chooser.table is not None and len(chooser.table) == 501
+    assert chooser.table[500] == chooser.table[256] == chooser.table[64] == 0
 
 
 def test_chooser_fades_older_costs() -> None:
@@ -169,37 +156,6 @@ def test_launch_schedule_names_every_length() -> None:
     assert launch_schedule((4,)) == [[1, 1, 4], [2, 2, 0], [3, most, 4]]
     assert sizes_to_measure(64) == [1, 4, 16, 64]
     assert sizes_to_measure(3) == [1, 3]
-
-
-def test_acceptance_of_each_position_counts_only_where_it_was_tried() -> None:
-    assert tried(40, 40, [20, 0, 0]) == [40, 0, 0]
-    assert tried(60, 170, [30, 24, 12]) == [60, 60, 50]
-    assert tried(10, 28, [9, 9, 9]) == [10, 10, 9], "what was accepted was tried"
-    recent = RecentAcceptance()
-    recent.add(40, [40, 0, 0], [20, 0, 0])
-    assert recent.rates() is None
-    recent.add(60, [60, 60, 60], [30, 24, 12])
-    rates = recent.rates()
-    assert rates is not None
-    # Each step fades what came before it by a factor that both counts share.
-    keep = 2.718281828 ** (-60 / KEPT_DRAFTS)
-    assert rates[0] == pytest.approx((20 * keep + 30) / (40 * keep + 60), rel=1e-6)
-    assert rates[1:] == pytest.approx((24 / 60, 12 / 60))
-    assert LEAST_DRAFTS <= 60
-
-
-def test_the_calibration_belongs_to_no_version_and_a_commit_begins_anew() -> None:
-    tracker = AcceptanceTracker()
-    tracker.record(10, 30, 5, [5, 0, 0])
-    assert tracker.all.drafts == 0
-    tracker.start(0)
-    tracker.record(100, 300, 200, [80, 70, 50])
-    assert tracker.recent.rates() == pytest.approx((0.8, 0.7, 0.5))
-    # Ten of the calibration and a hundred since were before the commit.
-    tracker.switch(1, [110])
-    tracker.record(60, 180, 60, [30, 20, 10])
-    assert tracker.recent.rates() == pytest.approx((0.5, 1 / 3, 1 / 6))
-    assert tracker.counters()[1].drafts == 60
 
 
 class Server:
@@ -255,26 +211,16 @@ def test_drafting_is_off_from_ruined_draft_to_next_commit() -> None:
     assert table is not None and table[1] == 3
 
 
-def test_drafting_is_tried_again_after_a_while_of_generation() -> None:
-    server = Server(STALE)
-    server.serve(60)
-    assert server.told == [None]
-    # Nothing is generated, however long: drafts would not be tried.
-    asyncio.run(server.control.update(server.sums))
-    assert server.told == [None]
-    server.spend(RETRY_SECONDS + 1)
-    server.serve(60)
-    assert server.told == [None, [1] * 65]
-    server.serve(60)
-    assert server.told[2] is None, "it still does not pay"
-
-
 def test_drafting_is_retried_at_doubling_intervals(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("rollout_server.draft_length.REFRESH_SECONDS", math.inf)
     server = Server(STALE)
     server.serve(60)
+    assert server.told == [None]
+    # Nothing is generated, however long: drafts would not be tried.
+    asyncio.run(server.control.update(server.sums))
+    assert server.told == [None]
 
     def tried_after(seconds: float) -> bool:
         server.told.clear()
