@@ -84,12 +84,14 @@ def a_worker(
     return Worker()
 
 
+@pytest.mark.parametrize("planned", [False, True])
 def test_kv_cache_leaves_room_for_standby_copies(
-    device: types.SimpleNamespace,
+    device: types.SimpleNamespace, planned: bool
 ) -> None:
+    """Also where VLLM_ENABLE_STARTUP_PLAN puts a saved size in ``kv_cache_memory_bytes``."""
     policy, draft = linear(16), nn.Sequential(linear(1024), linear(512))
     draft.append(policy)  # As embed_tokens: the verifier's own.
-    found = a_worker(policy, draft, 700 * MIB)
+    found = a_worker(policy, draft, 700 * MIB, planned)
     own = (4 + 1) * MIB
     assert found.determine_available_memory() == 700 * MIB - 2 * own
     # The engine may grow to its share without ours; what torch holds is a part of it already.
@@ -102,16 +104,6 @@ def test_kv_cache_leaves_room_for_standby_copies(
     given = a_worker(policy, draft, 700 * MIB)
     given.cache_config.kv_cache_memory_bytes = 700 * MIB
     assert given.determine_available_memory() == 700 * MIB
-
-
-def test_kv_cache_size_of_startup_plan_leaves_room(
-    device: types.SimpleNamespace,
-) -> None:
-    """With VLLM_ENABLE_STARTUP_PLAN vLLM puts it where ``--kv-cache-memory-bytes`` goes."""
-    found = a_worker(linear(16), linear(1024), 700 * MIB, planned=True)
-    assert found.determine_available_memory() == (700 - 2 * 4) * MIB
-    device.reserved = 900 * MIB
-    assert owed_bytes(found) == (100 - 2 * 4) * MIB
 
 
 def test_standby_copy_is_pinned_when_device_is_full(

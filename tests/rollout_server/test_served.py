@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,7 @@ from slipstream.checkpoints import TensorLayout, read_layout
 from slipstream.errors import RefusedError
 from slipstream.tensors import digest_of_specs, spec_of
 from slipstream.v1 import rollout_server_pb2 as pb
+from slipstream.v1 import tensor_pb2
 from tests.draft_trainer.rig import open_to_all
 from tests.policy_bridge.conftest import make_model
 
@@ -42,6 +44,11 @@ def write(directory: Path, tensors: dict[str, torch.Tensor] = HEAD, **changes: o
     (directory / "config.json").write_text(json.dumps(MODEL | changes))
     save_file(tensors, directory / "model.safetensors")
     return directory
+
+
+def specs_of(tensors: dict[str, torch.Tensor]) -> list[tensor_pb2.TensorSpec]:
+    """In their order."""
+    return [spec_of(name, tensor) for name, tensor in tensors.items()]
 
 
 def test_draft_kind_is_inferred_from_checkpoint(tmp_path: Path, draft_dir: Path) -> None:
@@ -80,23 +87,6 @@ def test_draft_kind_is_inferred_from_checkpoint(tmp_path: Path, draft_dir: Path)
     for kind in (None, "mtp"):
         with pytest.raises(RefusedError, match="--draft"):
             served_by(kind, None)
-
-
-def test_what_vllm_is_told() -> None:
-    def config(kind: str) -> dict[str, object] | None:
-        return SERVED[kind].speculative_config(Path("d"), 3, "probabilistic")
-
-    assert config("mtp") == {
-        "method": "mtp",
-        "model": "d",
-        "num_speculative_tokens": 3,
-        "draft_sample_method": "probabilistic",
-    }
-    ngram = config("ngram")
-    assert ngram is not None
-    assert "model" not in ngram
-    assert (ngram["prompt_lookup_min"], ngram["prompt_lookup_max"]) == (2, 4)
-    assert config("none") is None
 
 
 def test_mtp_check_refuses_unfit_head(tmp_path: Path) -> None:
@@ -209,7 +199,7 @@ def test_dflash_check_refuses_unfit_draft(tmp_path: Path) -> None:
 def test_mtp_stages_separate_head_and_policy(tmp_path: Path) -> None:
     model = write(tmp_path / "model", POLICY | HEAD)
     store = ContentStore(tmp_path, 1 << 20)
-    specs = [spec_of(name, tensor) for name, tensor in HEAD.items()]
+    specs = specs_of(HEAD)
     draft = Weights.of(DRAFT, 0, specs, store)
     seen = Description(True, ("lm_head.weight",), "float32")
     expected = _expected_draft(draft, seen, SERVED["mtp"])
@@ -219,35 +209,37 @@ def test_mtp_stages_separate_head_and_policy(tmp_path: Path) -> None:
             expected.check([*specs, spec_of(name.removeprefix("model."), tensor)])
     # A training loop has no head: its policy is the rest of the checkpoint.
     policy = _expected_policy(read_layout(model), seen, SERVED["mtp"], MODEL)
-    whole = [spec_of(name, tensor) for name, tensor in POLICY.items()]
+    whole = specs_of(POLICY)
     policy.check(whole)
     with pytest.raises(RefusedError, match=r"mtp.fc.weight"):
         policy.check([*whole, specs[0]])
 
 
-@pytest.mark.parametrize("kind", [kind for kind in SERVED if kind != "mtp"])
-def test_policy_stage_may_omit_mtp_head_that_does_not_draft(kind: str, tmp_path: Path) -> None:
-    layout = read_layout(write(tmp_path / "model", POLICY | HEAD))
+BUFFERS = {
+    f"model.layers.0.self_attn.rotary_emb.{name}": torch.zeros(4)
+    for name in ("inv_freq", "cos_cached", "sin_cached")
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "optional"),
+    [(kind, HEAD) for kind in SERVED if kind != "mtp"] + [("none", BUFFERS), ("mtp", BUFFERS)],
+)
+def test_policy_stage_may_omit_what_vllm_does_not_serve(
+    kind: str, optional: dict[str, torch.Tensor], tmp_path: Path
+) -> None:
+    """An MTP head that does not draft, and the rotary buffers of an older checkpoint."""
+    layout = read_layout(write(tmp_path / "model", POLICY | optional))
     seen = Description(False, (), "float32")
     expected = _expected_policy(layout, seen, SERVED[kind], MODEL)
-    for tensors in (POLICY, POLICY | HEAD):
-        specs = [spec_of(name, tensor) for name, tensor in tensors.items()]
+    for tensors in (POLICY, POLICY | optional):
+        specs = specs_of(tensors)
         assert expected.check(specs) == specs
-    with pytest.raises(RefusedError, match=r"mtp\.norm\.weight\].shape"):
-        expected.check([*specs[:-1], spec_of("mtp.norm.weight", torch.zeros(2))])
+    *most, last = specs
+    with pytest.raises(RefusedError, match=rf"{re.escape(last.name)}\].shape"):
+        expected.check([*most, spec_of(last.name, torch.zeros(2))])
     with pytest.raises(RefusedError, match=r"1 missing: model\.embed_tokens\.weight"):
         expected.check(specs[1:])
-
-
-@pytest.mark.parametrize("kind", ["none", "mtp"])
-def test_policy_stage_may_omit_rotary_buffers(kind: str, tmp_path: Path) -> None:
-    at = "model.layers.0.self_attn.rotary_emb."
-    buffers = {f"{at}{name}": torch.zeros(4) for name in ("inv_freq", "cos_cached", "sin_cached")}
-    layout = read_layout(write(tmp_path / "model", POLICY | buffers))
-    expected = _expected_policy(layout, Description(False, (), "float32"), SERVED[kind], MODEL)
-    for tensors in (POLICY, POLICY | buffers):
-        specs = [spec_of(name, tensor) for name, tensor in tensors.items()]
-        assert expected.check(specs) == specs
 
 
 def test_text_policy_for_multimodal_checkpoint_is_refused() -> None:
@@ -290,7 +282,7 @@ def staged(
     async def begin() -> tuple[Weights, Upload]:
         settings = Settings(folder, None, open_to_all(), draft_kind="none")
         _, service = await plane(settings, tied)
-        specs = [spec_of(name, tensor) for name, tensor in tensors.items()]
+        specs = specs_of(tensors)
         header = pb.StageHeader(stage_id="policy-1", version=1, tensors=specs)
         return await service._begin(header, POLICY_KIND)
 
@@ -324,11 +316,11 @@ def test_tied_draft_model_stage_with_and_without_lm_head(stored: bool, tmp_path:
     plain = {"model.embed_tokens.weight": torch.ones(16, 8), "model.norm.weight": torch.ones(8)}
     both = plain | {"lm_head.weight": torch.ones(16, 8)}
     store = ContentStore(tmp_path, 1 << 20)
-    first = [spec_of(name, tensor) for name, tensor in (both if stored else plain).items()]
+    first = specs_of(both if stored else plain)
     seen = Description(False, (), "float32", tied=(DRAFT,))
     expected = _expected_draft(Weights.of(DRAFT, 0, first, store), seen, SERVED["draft_model"])
     for tensors in (plain, both):
-        specs = [spec_of(name, tensor) for name, tensor in tensors.items()]
+        specs = specs_of(tensors)
         assert [spec.name for spec in expected.check(specs)] == [*plain]
 
 
@@ -342,7 +334,7 @@ def test_first_draft_is_held_without_tied_lm_head(tied: tuple[str, ...], tmp_pat
     control, _ = asyncio.run(plane(settings, tied))
     held = names[1:] if tied else names
     assert [tensor.name for tensor in control.live[DRAFT].source.tensors] == held
-    staged_ones = [spec_of(name, torch.ones(16, 8)) for name in held]
+    staged_ones = specs_of({name: torch.ones(16, 8) for name in held})
     assert control.state().draft_sha256 == digest_of_specs(staged_ones)
 
 

@@ -120,10 +120,17 @@ def test_busy_step_lasts_from_output_to_output(core: Core) -> None:
     assert core.sums["speculative", 1, 3] == (4, 4.25), "an empty step says that it was idle"
 
 
-def test_an_interrupted_step_begins_anew(core: Core) -> None:
+@pytest.mark.parametrize("pause", [False, True])
+def test_interrupted_step_is_not_timed(core: Core, pause: bool) -> None:
+    """By a worker call, or by a pause."""
     core.step(1.0, [3])
-    core.now += 5.0
-    core.clock.interrupted()
+    if pause:
+        core.scheduler.set_pause_state("PAUSED_ALL")
+    core.now += 60.0
+    if pause:
+        core.scheduler.set_pause_state("UNPAUSED")
+    else:
+        core.clock.interrupted()
     core.step(1.0, [3])
     assert core.sums == {("speculative", 1, 3): (2, 2.0)}
 
@@ -140,12 +147,3 @@ def test_step_in_flight_at_worker_call_is_not_timed(core: Core) -> None:
     assert core.sums == {("plain", 2, 0): (1, 1.0)}
     core.step(2.0, [3, 3])
     assert core.sums == {("plain", 2, 0): (1, 1.0), ("speculative", 2, 3): (1, 2.0)}
-
-
-def test_a_pause_is_not_a_step(core: Core) -> None:
-    core.step(1.0, [3])
-    core.scheduler.set_pause_state("PAUSED_ALL")
-    core.now += 60.0
-    core.scheduler.set_pause_state("UNPAUSED")
-    core.step(1.0, [3])
-    assert core.sums == {("speculative", 1, 3): (2, 2.0)}
