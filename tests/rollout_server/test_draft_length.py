@@ -88,25 +88,19 @@ def test_chooser_drafts_nothing_when_no_length_pays() -> None:
     assert chooser.table is not None and chooser.table[1] == 3
 
 
-def test_chooser_turns_off_despite_fast_length_zero() -> None:
-    sums = measured()
-    for n in SIZES:
-        sums[SPECULATIVE, n, 0] = StepSum(100, 99 * seconds(-1, n))
+@pytest.mark.parametrize(
+    "outliers",
+    [
+        {(SPECULATIVE, n, 0): StepSum(100, 99 * seconds(-1, n)) for n in SIZES},
+        {(PLAIN, 3, 0): StepSum(2, 2 * 0.05)},
+    ],
+    ids=["length 0 faster than plain steps", "a pause in two plain steps"],
+)
+def test_chooser_turns_drafting_off_despite_outliers(outliers: StepSums) -> None:
     chooser = LengthChooser(3, 64)
-    chooser.add(sums, STALE)
+    chooser.add({**measured(), **outliers}, STALE)
     chooser.choose(STALE)
-    assert chooser.table is None
-    assert chooser.speed_up == 1.0
-
-
-def test_chooser_ignores_costs_of_few_steps() -> None:
-    sums = measured()
-    # The machine paused in the only plain steps of three requests.
-    sums[PLAIN, 3, 0] = StepSum(2, 2 * 0.05)
-    chooser = LengthChooser(3, 64)
-    chooser.add(sums, STALE)
-    chooser.choose(STALE)
-    assert chooser.table is None
+    assert chooser.table is None and chooser.speed_up == 1.0
 
 
 def test_chooser_ignores_gain_within_margin() -> None:
