@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.waiting import until
 
 WAIT = 180
@@ -56,20 +58,14 @@ def test_sigterm_is_passed_on() -> None:
         assert supervisor.wait(WAIT) == 7
 
 
-def test_process_ends_with_owner() -> None:
-    with supervise(sys.executable, "-c", DEAF) as supervisor:
-        child = pid_of(supervisor)
-        assert alive(child)
-        assert end(supervisor) == -signal.SIGKILL
-    until(lambda: not alive(child), WAIT)
-
-
-def test_process_ends_with_owner_after_ray_kills_relay() -> None:
+@pytest.mark.parametrize("ray", [False, True], ids=["owner dies", "Ray ends it"])
+def test_process_ends_with_owner(ray: bool) -> None:
     """Ray kills the worker's own child first, and then the worker ends."""
     with supervise(sys.executable, "-c", DEAF) as relay:
         child = pid_of(relay)
-        relay.kill()
-        relay.wait(WAIT)
+        if ray:
+            relay.kill()
+            relay.wait(WAIT)
         assert alive(child)
         assert end(relay) == -signal.SIGKILL
     until(lambda: not alive(child), WAIT)

@@ -105,7 +105,9 @@ class Drafting:
         self.turned.append(False)
 
 
-def probed(monkeypatch: pytest.MonkeyPatch, plain: bool) -> tuple[Drafting, StepCosts]:
+@pytest.mark.parametrize("plain", [True, False])
+def test_plain_steps_are_probed_once_per_size(monkeypatch: pytest.MonkeyPatch, plain: bool) -> None:
+    """Also where the probe finds none."""
     monkeypatch.setattr("rollout_server.step_costs.PROBE_SECONDS", 0.05)
     tracker, costs = AcceptanceTracker(), StepCosts()
     tracker.start(0)
@@ -119,22 +121,12 @@ def probed(monkeypatch: pytest.MonkeyPatch, plain: bool) -> tuple[Drafting, Step
             await watch.probe()
 
     asyncio.run(look_twice())
-    return engine, costs
-
-
-def test_plain_steps_are_probed_once_per_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine, costs = probed(monkeypatch, plain=True)
     assert engine.turned == [True, False]
-    assert engine.steps == {"speculative": 40, "plain": 20}
-    assert costs.break_even == pytest.approx(1.0)
-
-
-def test_probe_without_plain_steps_is_not_repeated_at_once(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    engine, costs = probed(monkeypatch, plain=False)
-    assert engine.turned == [True, False]
-    assert costs.break_even is None and costs.unknown_size == 4
+    if plain:
+        assert engine.steps == {"speculative": 40, "plain": 20}
+        assert costs.break_even == pytest.approx(1.0)
+    else:
+        assert costs.break_even is None and costs.unknown_size == 4
 
 
 def test_plain_cost_is_measured_again_after_an_hour() -> None:
