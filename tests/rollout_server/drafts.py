@@ -20,11 +20,6 @@ class Drafts:
 
     def __init__(self, policy_dir: Path, releases: list[Path], method: str = "eagle3") -> None:
         from vllm.engine.arg_utils import EngineArgs
-        from vllm.model_executor.model_loader.utils import (
-            initialize_model,
-            process_weights_after_loading,
-        )
-        from vllm.utils.torch_utils import set_default_torch_dtype
 
         self.config: Any = EngineArgs(
             model=str(policy_dir),
@@ -40,11 +35,7 @@ class Drafts:
         ).create_engine_config()
         self.model_config = self.config.speculative_config.draft_model_config
         self.sources = [WeightSource(str(path)) for path in releases]
-        with self.current(), torch.device("cpu"), set_default_torch_dtype(torch.bfloat16):
-            one_process()
-            self.draft: nn.Module = initialize_model(self.config, model_config=self.model_config)
-            self.draft.load_weights(self.sources[0].weights())  # type: ignore[operator]
-            process_weights_after_loading(self.draft, self.model_config, torch.device("cpu"))
+        self.draft = load_model(self.config, self.model_config, self.sources[0])
         self.policy = nn.Module()
         # As a draft without embed_tokens gets it: the verifier's own module.
         self.policy.embed_tokens = self.draft.model.embed_tokens  # type: ignore[union-attr]
@@ -89,12 +80,24 @@ class Drafts:
         return found
 
 
-def one_process() -> None:
-    """Have vLLM's modules built in this process, as the only rank."""
+def load_model(config: Any, model_config: Any, source: WeightSource) -> Any:
+    """vLLM's module with these weights in bfloat16, in this process as the only rank."""
+    from vllm.config import set_current_vllm_config
     from vllm.distributed import ensure_model_parallel_initialized, init_distributed_environment
+    from vllm.model_executor.model_loader.utils import (
+        initialize_model,
+        process_weights_after_loading,
+    )
+    from vllm.utils.torch_utils import set_default_torch_dtype
 
-    init_distributed_environment(1, 0, "tcp://127.0.0.1:0", 0, "gloo")
-    ensure_model_parallel_initialized(1, 1)
+    device = torch.device("cpu")
+    with set_current_vllm_config(config), device, set_default_torch_dtype(torch.bfloat16):
+        init_distributed_environment(1, 0, "tcp://127.0.0.1:0", 0, "gloo")
+        ensure_model_parallel_initialized(1, 1)
+        model = initialize_model(config, model_config=model_config)
+        model.load_weights(source.weights())
+        process_weights_after_loading(model, model_config, device)
+    return model
 
 
 def prepared(standby: Standby, source: WeightSource, keep: WeightSource | None = None) -> str:

@@ -16,7 +16,7 @@ from rollout_server.store import WeightSource
 from rollout_server.worker import _receive
 from slipstream.errors import RefusedError
 from tests.policy_bridge.families import make
-from tests.rollout_server.drafts import Drafts, different, one_process
+from tests.rollout_server.drafts import Drafts, different, load_model
 
 # From 0.33 on, vLLM has a weight loader for the sinks.
 LOST = (
@@ -30,12 +30,6 @@ class Policy:
 
     def __init__(self, folder: Path) -> None:
         from vllm.engine.arg_utils import EngineArgs
-        from vllm.model_executor.model_loader.reload.layerwise import record_metadata_for_reloading
-        from vllm.model_executor.model_loader.utils import (
-            initialize_model,
-            process_weights_after_loading,
-        )
-        from vllm.utils.torch_utils import set_default_torch_dtype
 
         model = make("GPT-OSS", torch.bfloat16)
         for seed in range(2):
@@ -52,12 +46,7 @@ class Policy:
             skip_tokenizer_init=True,
         ).create_engine_config()
         self.model_config = self.config.model_config
-        with self.current(), torch.device("cpu"), set_default_torch_dtype(torch.bfloat16):
-            one_process()
-            self.model: nn.Module = initialize_model(self.config, model_config=self.model_config)
-            record_metadata_for_reloading(self.model)
-            self.model.load_weights(self.sources[0].weights())  # type: ignore[operator]
-            process_weights_after_loading(self.model, self.model_config, torch.device("cpu"))
+        self.model = load_model(self.config, self.model_config, self.sources[0])
 
     current = Drafts.current
 
