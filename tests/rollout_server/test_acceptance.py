@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from types import SimpleNamespace
 
 import pytest
 
 from rollout_server import app
-from rollout_server.acceptance import KEPT_VERSIONS, AcceptanceGuard, AcceptanceTracker
+from rollout_server.acceptance import (
+    KEPT_DRAFTS,
+    KEPT_VERSIONS,
+    AcceptanceGuard,
+    AcceptanceTracker,
+    RecentAcceptance,
+    tried,
+)
 
 
 @pytest.fixture
@@ -17,7 +25,7 @@ def tracker() -> AcceptanceTracker:
     return tracker
 
 
-def test_steps_before_the_boundary_belong_to_the_old_version(tracker: AcceptanceTracker) -> None:
+def test_drafts_before_commit_count_for_old_version(tracker: AcceptanceTracker) -> None:
     tracker.record(4, 12, 5, [3, 1, 1])
     # The commit's answer overtakes the statistics of two steps of 4 drafts.
     tracker.switch(7, [12])
@@ -31,7 +39,7 @@ def test_steps_before_the_boundary_belong_to_the_old_version(tracker: Acceptance
     assert (new.drafts, new.accepted_tokens, new.accepted_per_position) == (4, 12, [4, 4, 4])
 
 
-def test_a_version_that_returns_goes_on_counting(tracker: AcceptanceTracker) -> None:
+def test_counters_continue_after_roll_back(tracker: AcceptanceTracker) -> None:
     tracker.record(2, 6, 2, [2, 0, 0])
     tracker.switch(1, [2])
     tracker.record(3, 9, 0, [0, 0, 0])
@@ -40,7 +48,7 @@ def test_a_version_that_returns_goes_on_counting(tracker: AcceptanceTracker) -> 
     assert {v: c.drafts for v, c in tracker.counters().items()} == {0: 7, 1: 3}
 
 
-def test_drafts_count_at_a_position_as_vllm_says_where_it_does(
+def test_tries_per_position_use_vllm_counts_when_present(
     tracker: AcceptanceTracker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from vllm.v1.spec_decode.metrics import SpecDecodingStats
@@ -66,7 +74,7 @@ def pairs(tracker: AcceptanceTracker) -> dict[tuple[int, int], tuple[int, int]]:
     }
 
 
-def test_drafts_count_for_the_pair_that_proposed_them(tracker: AcceptanceTracker) -> None:
+def test_drafts_count_for_proposing_draft_and_policy(tracker: AcceptanceTracker) -> None:
     tracker.record(4, 12, 6, [4, 1, 1])
     assert pairs(tracker) == {}, "no policy was pushed"
     tracker.switch_policy(1, [4], {})
@@ -83,7 +91,7 @@ def test_drafts_count_for_the_pair_that_proposed_them(tracker: AcceptanceTracker
     assert {v: c.drafts for v, c in tracker.counters().items()} == {0: 14, 7: 5}
 
 
-def test_each_engine_core_reaches_a_pair_by_itself(tracker: AcceptanceTracker) -> None:
+def test_commit_boundary_is_per_engine_core(tracker: AcceptanceTracker) -> None:
     tracker.record(2, 6, 0, [0, 0, 0], engine=1)
     tracker.switch_policy(1, [0, 4], {})
     tracker.record(3, 9, 3, [3, 0, 0], engine=0)
@@ -92,20 +100,40 @@ def test_each_engine_core_reaches_a_pair_by_itself(tracker: AcceptanceTracker) -
     assert pairs(tracker) == {(0, 1): (4, 6)}
 
 
-def test_recent_acceptance_begins_anew_with_a_draft_and_goes_on_over_a_policy() -> None:
+def test_recent_acceptance_resets_on_draft_not_policy_commit() -> None:
     tracker = AcceptanceTracker()
+    tracker.record(10, 30, 5, [5, 0, 0])
+    assert tracker.all.drafts == 0, "the calibration belongs to no version"
     tracker.start(0)
-    tracker.record(100, 100, 50, [50])
-    tracker.switch_policy(1, [100], {})
-    tracker.record(1, 1, 0, [0])
-    assert tracker.recent.rates() is not None
-    tracker.switch(1, [101])
-    tracker.switch_policy(2, [101], {})
-    tracker.record(1, 1, 0, [0])
+    tracker.record(100, 300, 200, [80, 70, 50])
+    assert tracker.recent.rates() == pytest.approx((0.8, 0.7, 0.5))
+    tracker.switch_policy(1, [110], {})
+    tracker.record(1, 3, 0, [0, 0, 0])
+    assert tracker.recent.rates() == pytest.approx((0.8, 0.7, 0.5), abs=0.01)
+    # Ten of the calibration and 101 since were before the commit.
+    tracker.switch(1, [111])
+    tracker.switch_policy(2, [111], {})
     assert tracker.recent.rates() is None
+    tracker.record(60, 180, 60, [30, 20, 10])
+    assert tracker.recent.rates() == pytest.approx((0.5, 1 / 3, 1 / 6))
+    assert tracker.counters()[1].drafts == 60
 
 
-def test_only_the_newest_pairs_are_kept(tracker: AcceptanceTracker) -> None:
+def test_recent_acceptance_counts_tried_positions_only() -> None:
+    assert tried(40, 40, [20, 0, 0]) == [40, 0, 0]
+    assert tried(60, 170, [30, 24, 12]) == [60, 60, 50]
+    assert tried(10, 28, [9, 9, 9]) == [10, 10, 9], "what was accepted was tried"
+    recent = RecentAcceptance()
+    recent.add(40, [40, 0, 0], [20, 0, 0])
+    assert recent.rates() is None
+    recent.add(60, [60, 60, 60], [30, 24, 12])
+    # Each step fades what came before it by a factor that both counts share.
+    keep = math.exp(-60 / KEPT_DRAFTS)
+    first = (20 * keep + 30) / (40 * keep + 60)
+    assert recent.rates() == pytest.approx((first, 24 / 60, 12 / 60))
+
+
+def test_version_pairs_keep_newest_only(tracker: AcceptanceTracker) -> None:
     for version in range(1, 3 * KEPT_VERSIONS):
         tracker.switch_policy(version, [version - 1], {})
         tracker.record(1, 3, 0, [0, 0, 0])
@@ -113,22 +141,33 @@ def test_only_the_newest_pairs_are_kept(tracker: AcceptanceTracker) -> None:
     assert kept == [*range(2 * KEPT_VERSIONS, 3 * KEPT_VERSIONS)]
 
 
-def test_no_drafts_are_no_finding_and_one_accepted_token_in_a_hundred_is_enough() -> None:
+def test_acceptance_guard_judges_last_whole_window() -> None:
     tracker = AcceptanceTracker()
     tracker.start(3)
     guard = AcceptanceGuard(tracker, 100)
     assert guard.check(3, 0) == ""
     tracker.record(99, 297, 0, [0, 0, 0])
-    assert guard.check(3, 0) == ""
+    assert guard.check(3, 0) == "", "too few drafts say nothing"
     tracker.record(1, 3, 0, [0, 0, 0])
     assert guard.check(3, 0) == "acceptance length of draft 3 is 1.00 over 100 drafts"
     tracker.record(50, 150, 0, [0, 0, 0])
-    assert guard.check(3, 0) != "", "the last whole window counts"
+    assert guard.check(3, 0) != ""
     tracker.record(50, 150, 1, [1, 0, 0])
     assert guard.check(3, 0) == ""
 
 
-def test_a_commit_begins_a_new_window() -> None:
+@pytest.mark.parametrize(("accepted", "sound"), [(4, False), (5, True)])
+def test_acceptance_guard_finds_draft_accepted_by_chance(accepted: int, sound: bool) -> None:
+    """A ruined draft is right once in a while: its server stays ready and none heals it."""
+    tracker = AcceptanceTracker()
+    tracker.start(3)
+    guard = AcceptanceGuard(tracker, 1000)
+    guard.check(3, 0)
+    tracker.record(1000, 3000, accepted, [accepted, 0, 0])
+    assert (guard.check(3, 0) == "") is sound
+
+
+def test_acceptance_guard_starts_new_window_on_commit() -> None:
     tracker = AcceptanceTracker()
     tracker.start(3)
     guard = AcceptanceGuard(tracker, 10)

@@ -110,7 +110,7 @@ def anyio_backend() -> str:
 
 
 @pytest.mark.anyio
-async def test_a_refused_apply_changes_nothing_and_keeps_the_stage(plane: Plane) -> None:
+async def test_commit_refused_by_engine_keeps_stage(plane: Plane) -> None:
     stage = plane.stage(DRAFT, 1)
     plane.engine.failure = RefusedError("commit", "x", "y", "z", grpc.StatusCode.ABORTED)
     with pytest.raises(RefusedError):
@@ -124,7 +124,7 @@ async def test_a_refused_apply_changes_nothing_and_keeps_the_stage(plane: Plane)
 
 
 @pytest.mark.anyio
-async def test_a_transfer_that_was_received_in_vain_is_not_received_again(plane: Plane) -> None:
+async def test_commit_refuses_transfer_received_in_vain(plane: Plane) -> None:
     """Its sender has ended: the trainer's and the bridge's next commits would wait for tensors."""
     policy = Weights(POLICY, 1, WeightSource(transfer="{}"), "policy-1")
     plane.control.add_stage(policy)
@@ -153,7 +153,7 @@ async def test_unknown_weights_end_the_server(plane: Plane) -> None:
 
 
 @pytest.mark.anyio
-async def test_a_commit_goes_on_when_its_caller_leaves(plane: Plane) -> None:
+async def test_commit_continues_after_caller_cancels(plane: Plane) -> None:
     plane.engine.gate = asyncio.Event()
     first, second = plane.stage(DRAFT, 1), plane.stage(DRAFT, 2)
     caller = asyncio.ensure_future(plane.control.commit([first]))
@@ -169,7 +169,7 @@ async def test_a_commit_goes_on_when_its_caller_leaves(plane: Plane) -> None:
 
 
 @pytest.mark.anyio
-async def test_a_draft_is_prepared_and_what_it_replaced_stays_ready(plane: Plane) -> None:
+async def test_prepare_keeps_previous_draft_ready(plane: Plane) -> None:
     for version in (1, 2):
         await plane.control.prepare(weights(DRAFT, version))
         await plane.control.commit([plane.stage(DRAFT, version)])
@@ -183,7 +183,7 @@ async def test_a_draft_is_prepared_and_what_it_replaced_stays_ready(plane: Plane
 
 
 @pytest.mark.anyio
-async def test_bad_commits_are_refused(plane: Plane) -> None:
+async def test_commit_refuses_bad_stage_ids(plane: Plane) -> None:
     two = [plane.stage(DRAFT, 1), plane.stage(DRAFT, 2)]
     for stage_ids, code in (
         ([], grpc.StatusCode.INVALID_ARGUMENT),
@@ -197,7 +197,7 @@ async def test_bad_commits_are_refused(plane: Plane) -> None:
 
 
 @pytest.mark.anyio
-async def test_stages_are_bounded_and_ids_mean_one_content(plane: Plane) -> None:
+async def test_stages_are_bounded_and_ids_unique(plane: Plane) -> None:
     for version in range(MAX_STAGED):
         plane.stage(DRAFT, version)
     plane.stage(DRAFT, 0)  # the same again
@@ -209,7 +209,7 @@ async def test_stages_are_bounded_and_ids_mean_one_content(plane: Plane) -> None
     assert refusal.value.code == grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
-def test_a_moment_without_speculation_ends_as_was_asked_for_last(tmp_path: Path) -> None:
+def test_without_speculation_restores_last_request(tmp_path: Path) -> None:
     plane = Plane(tmp_path / "store")
 
     async def turn() -> list[bool]:
@@ -226,7 +226,7 @@ def test_a_moment_without_speculation_ends_as_was_asked_for_last(tmp_path: Path)
 
 
 @pytest.mark.anyio
-async def test_who_turned_drafting_off_can_be_told(plane: Plane) -> None:
+async def test_state_tells_who_turned_speculation_off(plane: Plane) -> None:
     control = plane.control
 
     def drafting() -> tuple[bool, bool]:
@@ -244,7 +244,7 @@ async def test_who_turned_drafting_off_can_be_told(plane: Plane) -> None:
 
 
 @pytest.mark.anyio
-async def test_what_the_engine_did_not_do_is_not_told(plane: Plane) -> None:
+async def test_failed_switch_keeps_reported_speculation(plane: Plane) -> None:
     control, engine = plane.control, plane.engine
     failure = RefusedError("set_speculation", "no answer", "an answer", "look at the log")
 
@@ -283,7 +283,7 @@ async def test_what_the_engine_did_not_do_is_not_told(plane: Plane) -> None:
     assert drafting() == (False, False)
 
 
-def test_reasons_come_and_go_by_source(plane: Plane) -> None:
+def test_not_ready_reasons_are_kept_by_source(plane: Plane) -> None:
     control = plane.control
     assert control.not_ready == ""
     control.report("b", "two")
@@ -295,7 +295,7 @@ def test_reasons_come_and_go_by_source(plane: Plane) -> None:
 
 
 @pytest.mark.anyio
-async def test_a_commit_withdraws_what_was_found_of_the_draft_before(plane: Plane) -> None:
+async def test_commit_clears_not_ready_reasons_of_old_draft(plane: Plane) -> None:
     plane.engine.damage = "draft read back from memory: worker 0: differs"
     await plane.control.read_back()
     assert plane.control.not_ready == plane.engine.damage
@@ -310,7 +310,7 @@ async def test_a_commit_withdraws_what_was_found_of_the_draft_before(plane: Plan
 
 
 @pytest.mark.anyio
-async def test_committing_the_same_release_again_keeps_what_can_be_rolled_back_to(
+async def test_repeated_commit_keeps_roll_back_target(
     plane: Plane,
 ) -> None:
     await plane.control.commit([plane.stage(DRAFT, 1)])
@@ -322,7 +322,7 @@ async def test_committing_the_same_release_again_keeps_what_can_be_rolled_back_t
 
 
 @pytest.mark.anyio
-async def test_a_server_on_another_release_than_the_fleet_is_not_ready(plane: Plane) -> None:
+async def test_server_on_other_release_than_fleet_is_not_ready(plane: Plane) -> None:
     control = plane.control
     control.expect(1, b"?" * 32)
     assert control.not_ready == "serves draft 0, the fleet 1"
@@ -341,7 +341,7 @@ async def test_a_server_on_another_release_than_the_fleet_is_not_ready(plane: Pl
 
 
 @pytest.mark.anyio
-async def test_an_abort_waits_for_the_commit_that_applies_its_stage(plane: Plane) -> None:
+async def test_abort_waits_for_running_commit(plane: Plane) -> None:
     """A trainer whose commit was not answered in time aborts it while the workers apply it."""
     for failure, live in ((None, 1), (RefusedError("commit", "x", "y", "z"), 1)):
         plane.engine.gate, plane.engine.failure = asyncio.Event(), failure

@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from rollout_server import engine
-from rollout_server.acceptance import AcceptanceTracker
 from rollout_server.app import check_speculation
 from rollout_server.engine import UntrustedEngineError, VllmEngine
 from rollout_server.plugins import Settings
@@ -76,14 +75,14 @@ class Client:
         return asdict(Result(0.1 + int(engine), error, steps_before=steps, requests=requests))
 
 
-def test_changes_reach_every_core_and_say_each_ones_boundary() -> None:
+def test_apply_reaches_every_engine_core() -> None:
     client = Client()
     result = asyncio.run(VllmEngine(client).apply([DRAFT]))
     assert (result.worker_seconds, result.steps_before) == (1.1, (5, 6))
     assert client.calls == [("0", "new"), ("1", "new")], "a draft is replaced without a hold"
 
 
-def test_a_core_that_cannot_follow_takes_the_others_back() -> None:
+def test_failed_core_reverts_other_cores() -> None:
     client = Client()
     client.errors[b"1"] = ["no memory"]
     with pytest.raises(RefusedError, match="the old weights are live again"):
@@ -99,7 +98,7 @@ def test_a_core_that_cannot_follow_takes_the_others_back() -> None:
         asyncio.run(VllmEngine(client).apply([DRAFT]))
 
 
-def test_what_ended_before_a_commit_that_was_taken_back_is_said_with_the_next() -> None:
+def test_ended_requests_are_reported_after_reverted_commit() -> None:
     """A core says it once, and this one has two commits behind it by then."""
     client = Client()
     rollout = VllmEngine(client)
@@ -126,7 +125,7 @@ def test_no_step_mixes_two_policies() -> None:
     assert ("go on", "") not in client.calls, "a torn policy takes no step"
 
 
-def test_cores_that_disagree_over_an_external_policy_end_the_server() -> None:
+def test_external_policy_failing_on_one_core_ends_server() -> None:
     """Nobody would send those that applied the change the old weights again."""
     client = Client()
     client.errors[b"1"] = ["no memory"]
@@ -135,7 +134,7 @@ def test_cores_that_disagree_over_an_external_policy_end_the_server() -> None:
     assert client.calls == [("hold", "keep"), ("0", "new"), ("1", "new")]
 
 
-def test_an_engine_that_its_user_paused_stays_paused() -> None:
+def test_policy_commit_keeps_paused_engine_paused() -> None:
     """While it sleeps, the steps of one that goes on would read memory that is gone."""
     client = Client()
     client.paused = True
@@ -143,7 +142,7 @@ def test_an_engine_that_its_user_paused_stays_paused() -> None:
     assert client.calls == [("0", "new"), ("1", "new")]
 
 
-def test_cores_of_which_only_some_are_paused_refuse_a_policy() -> None:
+def test_policy_commit_refused_when_some_cores_are_paused() -> None:
     client = Client()
     client.paused = RuntimeError("Engines returned different is_scheduler_paused results")
     with pytest.raises(RefusedError, match="different is_scheduler_paused"):
@@ -152,7 +151,7 @@ def test_cores_of_which_only_some_are_paused_refuse_a_policy() -> None:
 
 
 @pytest.mark.parametrize("error", [None, RuntimeError("no pause")], ids=["silent", "failed"])
-def test_cores_that_do_not_hold_their_steps_end_the_server(
+def test_cores_that_do_not_pause_end_server(
     error: Exception | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Some may hold them for ever."""
@@ -171,7 +170,7 @@ def test_cores_that_do_not_hold_their_steps_end_the_server(
     assert client.calls == [("hold", "keep")], "nothing was replaced"
 
 
-def test_a_caller_that_leaves_leaves_no_call_behind() -> None:
+def test_cancelled_call_cancels_calls_to_all_cores() -> None:
     client = Client()
 
     async def leave() -> int:
@@ -193,7 +192,7 @@ def test_a_caller_that_leaves_leaves_no_call_behind() -> None:
     assert asyncio.run(leave()) == 2
 
 
-def test_drafting_stays_on_where_ranks_compute_its_steps_together() -> None:
+def test_speculation_off_is_refused_for_data_parallel_moe() -> None:
     """Idle ranks run the draft in vLLM's dummy batch: busy ones that skip it hang them all."""
     client = Client()
     settings = Settings(Path("policy"), Path("draft"), open_to_all(), speculation="off")
@@ -213,7 +212,7 @@ def test_drafting_stays_on_where_ranks_compute_its_steps_together() -> None:
     check_speculation(settings, VllmEngine(client))
 
 
-def test_each_core_checks_and_loads_its_own_entry_of_an_update() -> None:
+def test_transfer_update_entry_is_chosen_by_rank() -> None:
     """Each core's workers count from 0; an update's entries go over all cores."""
     loaded: list[Any] = []
     parallel = SimpleNamespace(data_parallel_index=1, world_size=2)
@@ -243,7 +242,7 @@ def test_each_core_checks_and_loads_its_own_entry_of_an_update() -> None:
     assert loaded == [good, good]
 
 
-def test_a_step_that_still_runs_ends_before_weights_are_received(
+def test_receive_synchronizes_with_running_step(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """vLLM's engine for NCCL loads on streams of its own."""
@@ -262,7 +261,7 @@ def test_a_step_that_still_runs_ends_before_weights_are_received(
     assert order == ["quiet", "start", "update", "finish"]
 
 
-def test_an_update_that_would_load_nothing_is_refused() -> None:
+def test_empty_transfer_update_is_refused() -> None:
     """vLLM 0.33's engine for NCCL takes empty lists for those of the update before."""
     model, before = object(), dict[object, object]()
     engine = SimpleNamespace(
@@ -275,29 +274,15 @@ def test_an_update_that_would_load_nothing_is_refused() -> None:
     assert slipstream_check_transfer(worker, json.dumps({"names": []})) == ""
 
 
-def test_steps_of_all_cores_are_summed() -> None:
+def test_step_sums_add_up_over_cores() -> None:
     sums = asyncio.run(VllmEngine(Client()).step_sums())
     assert {key: (total.steps, total.seconds) for key, total in sums.items()} == {
         ("plain", 2, 0): (6, 1.0)
     }
 
 
-def test_each_core_has_a_boundary_of_its_own() -> None:
-    tracker = AcceptanceTracker()
-    tracker.start(0)
-    tracker.record(4, 12, 4, [4, 0, 0], engine=0)
-    tracker.record(4, 12, 0, [0, 0, 0], engine=1)
-    # Core 0 has taken four steps when it commits, core 1 eight: four are still to be reported.
-    tracker.switch(1, [4, 8])
-    tracker.record(4, 12, 12, [4, 4, 4], engine=0)
-    tracker.record(4, 12, 0, [0, 0, 0], engine=1)
-    tracker.record(4, 12, 8, [4, 4, 0], engine=1)
-    counts = {v: (c.drafts, c.accepted_tokens) for v, c in tracker.counters().items()}
-    assert counts == {0: (12, 4), 1: (8, 20)}
-
-
 @pytest.mark.vllm
-def test_two_ranks_serve_one_draft_and_one_policy_under_load(  # type: ignore[no-untyped-def]
+def test_data_parallel_server_commits_under_load(  # type: ignore[no-untyped-def]
     serve, policy_dir: Path, draft_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # vLLM binds each rank to a core of its own and keeps one for itself: two cores are too few.

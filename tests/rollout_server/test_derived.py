@@ -12,11 +12,9 @@ from torch import nn
 from draft_trainer.checkpoints import read_policy
 from draft_trainer.drafters import DRAFTERS
 from draft_trainer.drafters.initial import init_dflash
-from rollout_server.reload import Change, LiveModel, apply_all
 from rollout_server.served.derived import derived, unaccounted
-from rollout_server.standby import DIFFERS, SAME, Standby
-from rollout_server.swap import NotSwappableError, StandbyCopy, standby_bytes, swap_contents
-from tests.rollout_server.test_swap import Drafts, different, join, ready, torn_weights
+from rollout_server.swap import NotSwappableError, StandbyCopy, standby_bytes
+from tests.rollout_server.drafts import Drafts, check_failed_commits, check_swaps, different
 
 DERIVED = {
     "model._fused_kv_weight": (2 * 2 * 2 * 32, 192),
@@ -26,51 +24,37 @@ DERIVED = {
 """Of two layers with two key heads of 32; the example's policy has no bias."""
 
 
-@pytest.fixture(scope="module")
-def drafts(policy_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Drafts]:
-    from vllm.distributed import cleanup_dist_env_and_memory
+def load(policy_dir: Path, releases: list[Path]) -> Drafts:
+    """vLLM's module of the first release; the lm_head is the verifier's."""
+    made = Drafts(policy_dir, releases, "dflash")
+    made.draft.lm_head = made.policy.lm_head = nn.Identity()
+    return made
 
+
+@pytest.fixture(scope="module")
+def releases(policy_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     folder, policy = tmp_path_factory.mktemp("dflash"), read_policy(policy_dir)
-    releases = []
-    for seed in range(3):
+    paths = [folder / str(seed) for seed in range(3)]
+    for seed, path in enumerate(paths):
         draft = init_dflash(policy, 127, seed=seed)
         with torch.no_grad():
             for parameter in draft.parameters():
                 # The norms too: those of a new draft are ones.
                 parameter.mul_(1.0 + 0.1 * seed)
-        releases.append(folder / str(seed))
-        releases[-1].mkdir()
-        DRAFTERS["dflash"].save(releases[-1], draft)
-    made = Drafts(policy_dir, releases, "dflash")
-    # The verifier's: what vLLM made for the draft was never loaded.
-    made.draft.lm_head = made.policy.lm_head = nn.Identity()
-    yield made
+        path.mkdir()
+        DRAFTERS["dflash"].save(path, draft)
+    return paths
+
+
+@pytest.fixture(scope="module")
+def drafts(policy_dir: Path, releases: list[Path]) -> Iterator[Drafts]:
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    yield load(policy_dir, releases)
     cleanup_dist_env_and_memory()
 
 
-def fresh(drafts: Drafts, release: int) -> dict[str, torch.Tensor]:
-    """What the release's tensors say that vLLM derives."""
-    weights = dict(drafts.sources[release].weights())
-    parts = (f"layers.{i}.self_attn.{part}_proj.weight" for i in range(2) for part in "kv")
-    norms = [weights[f"layers.{i}.self_attn.k_norm.weight"] for i in range(2)]
-    return {
-        "model._fused_kv_weight": torch.cat([weights[part] for part in parts]),
-        "model._k_norm_weights": torch.stack(norms),
-        "model._hidden_norm_weight": weights["hidden_norm.weight"],
-    }
-
-
-def live(drafts: Drafts, standby: Standby) -> LiveModel:
-    return LiveModel(drafts.draft, drafts.model_config, standby)
-
-
-def check(drafts: Drafts, release: int) -> None:
-    """Everything that is derived is of this release, and so is what was hashed."""
-    assert not different(dict(derived(drafts.draft)), fresh(drafts, release))
-    assert drafts.read_back.check() == SAME
-
-
-def test_what_vllm_derives_is_accounted_for(drafts: Drafts) -> None:
+def test_derived_tensors_are_accounted_for(drafts: Drafts) -> None:
     found = {name: tuple(tensor.shape) for name, tensor in derived(drafts.draft)}
     assert found == DERIVED
     assert unaccounted(drafts.policy, drafts.draft) == []
@@ -92,58 +76,19 @@ def test_what_vllm_derives_is_accounted_for(drafts: Drafts) -> None:
     )
 
 
-def test_a_swap_replaces_what_is_derived(drafts: Drafts) -> None:
-    standby = drafts.standby()
-    check(drafts, 0)
-    first = drafts.outputs()
-    zero, one, two = drafts.sources
-    ready(standby, one)
-    assert not different(drafts.outputs(), first), "preparing changes nothing"
-    check(drafts, 0)
-    assert standby.swap(one, zero)
-    check(drafts, 1)
-    assert len(different(drafts.outputs(), first)) >= 6
-    join()
-    assert standby.swap(zero, one), "what was live is ready again"
-    check(drafts, 0)
-    assert not different(drafts.outputs(), first)
-    drafts.draft.model._k_norm_weights[0, 0] += 1.0  # type: ignore[union-attr,operator,index]
-    assert drafts.read_back.check() == DIFFERS
-    # Without a copy the commit loads one: a reload would leave an empty projection.
-    standby.drop()
-    with drafts.current():
-        result = apply_all([(Change("draft", two, zero), live(drafts, standby))])
-    assert (result.error, result.restored) == ("", True)
-    check(drafts, 2)
-    with drafts.current():
-        result = apply_all([(Change("draft", zero, zero), live(drafts, standby))])
-    assert result.error == ""
-    check(drafts, 0)
+def test_swap_replaces_derived_tensors(
+    drafts: Drafts, policy_dir: Path, releases: list[Path]
+) -> None:
+    expected = [load(policy_dir, [path]).outputs() for path in releases]
+    assert DERIVED.keys() < set(different(expected[0], expected[1]))
+    check_swaps(drafts, expected, drafts.draft.model._k_norm_weights)  # type: ignore[arg-type,union-attr]
 
 
-def test_a_commit_that_fails_leaves_the_draft(drafts: Drafts) -> None:
-    """Where the weights are gone, and where a policy fails after the draft was swapped."""
-    standby = drafts.standby()
-    zero, one, _ = drafts.sources
-    gone = torn_weights(drafts)
-    with drafts.current():
-        result = apply_all([(Change("draft", gone, zero), live(drafts, standby))])
-    assert "No such file" in result.error and result.restored
-    check(drafts, 0)
-    ready(standby, one)
-    policy = LiveModel(drafts.policy, drafts.model_config)
-    drafts.policy.load_weights = lambda weights: list(weights)  # type: ignore[assignment]
-    changes = [
-        (Change("draft", one, zero), live(drafts, standby)),
-        (Change("policy", gone, gone), policy),
-    ]
-    with drafts.current():
-        result = apply_all(changes)
-    assert result.error.startswith("policy: ")
-    check(drafts, 0)
+def test_failed_commit_keeps_derived_tensors(drafts: Drafts) -> None:
+    check_failed_commits(drafts)
 
 
-def test_a_copy_whose_loader_derives_nothing_is_refused(
+def test_standby_copy_without_derived_tensors_is_refused(
     drafts: Drafts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As a vLLM would whose load_weights no longer does."""
@@ -152,16 +97,3 @@ def test_a_copy_whose_loader_derives_nothing_is_refused(
     copy.load(drafts.sources[1].weights())
     with pytest.raises(NotSwappableError, match=r"_fused_kv_weight was not derived"):
         copy.pairs()
-
-
-def test_two_names_of_one_tensor_are_swapped_once() -> None:
-    """Below the size up to which contents are copied, and above it, where memory is exchanged."""
-    for size in (8, 1 << 15):
-        mine, other = nn.Parameter(torch.zeros(size)), nn.Parameter(torch.ones(size))
-        alias, others = mine.data, other.data
-        with torch.no_grad():
-            swap_contents([(mine, other), (alias, others)])
-        assert bool((mine == 1).all()) and bool((alias == 1).all())
-        assert bool((other == 0).all()) and bool((others == 0).all())
-        mine.data[0] = 5.0
-        assert float(alias[0]) == 5.0, "it is still one tensor"

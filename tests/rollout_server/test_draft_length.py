@@ -8,13 +8,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from rollout_server.acceptance import (
-    KEPT_DRAFTS,
-    LEAST_DRAFTS,
-    AcceptanceTracker,
-    RecentAcceptance,
-    tried,
-)
+from rollout_server.acceptance import AcceptanceTracker
 from rollout_server.draft_length import (
     LATELY_SECONDS,
     MARGIN,
@@ -67,7 +61,7 @@ def is_best(rates: Sequence[float], k: int, requests: int) -> bool:
     return speed(rates, k, requests) >= best * (1 - MARGIN)
 
 
-def test_the_best_length_at_each_batch_size() -> None:
+def test_chooser_picks_best_length_per_batch_size() -> None:
     chooser = LengthChooser(longest=3, largest=64)
     assert chooser.table == [3] * 65
     chooser.choose(FRESH)
@@ -82,7 +76,7 @@ def test_the_best_length_at_each_batch_size() -> None:
     assert chooser.speed_up is not None and chooser.speed_up > 1
 
 
-def test_nothing_is_drafted_where_no_length_pays_and_the_batch_decides_again() -> None:
+def test_chooser_drafts_nothing_when_no_length_pays() -> None:
     chooser = LengthChooser(3, 64)
     chooser.add(measured(), STALE)
     chooser.choose(STALE)
@@ -94,28 +88,22 @@ def test_nothing_is_drafted_where_no_length_pays_and_the_batch_decides_again() -
     assert chooser.table is not None and chooser.table[1] == 3
 
 
-def test_a_zero_that_was_timed_too_fast_is_not_kept_at_every_size_in_use() -> None:
-    sums = measured()
-    for n in SIZES:
-        sums[SPECULATIVE, n, 0] = StepSum(100, 99 * seconds(-1, n))
+@pytest.mark.parametrize(
+    "outliers",
+    [
+        {(SPECULATIVE, n, 0): StepSum(100, 99 * seconds(-1, n)) for n in SIZES},
+        {(PLAIN, 3, 0): StepSum(2, 2 * 0.05)},
+    ],
+    ids=["length 0 faster than plain steps", "a pause in two plain steps"],
+)
+def test_chooser_turns_drafting_off_despite_outliers(outliers: StepSums) -> None:
     chooser = LengthChooser(3, 64)
-    chooser.add(sums, STALE)
+    chooser.add({**measured(), **outliers}, STALE)
     chooser.choose(STALE)
-    assert chooser.table is None
-    assert chooser.speed_up == 1.0
+    assert chooser.table is None and chooser.speed_up == 1.0
 
 
-def test_two_slow_steps_of_a_small_batch_do_not_make_drafts_pay_at_every_larger_one() -> None:
-    sums = measured()
-    # The machine paused in the only plain steps of three requests.
-    sums[PLAIN, 3, 0] = StepSum(2, 2 * 0.05)
-    chooser = LengthChooser(3, 64)
-    chooser.add(sums, STALE)
-    chooser.choose(STALE)
-    assert chooser.table is None
-
-
-def test_a_gain_within_the_margin_changes_nothing() -> None:
+def test_chooser_ignores_gain_within_margin() -> None:
     chooser = LengthChooser(3, 1)
     chooser.add({key: total for key, total in measured().items() if key[1] == 1}, FRESH)
     chooser.choose(FRESH)
@@ -128,27 +116,20 @@ def test_a_gain_within_the_margin_changes_nothing() -> None:
         assert chooser.table == [expected] * 2
 
 
-def test_more_requests_than_were_measured_are_judged_as_the_most_measured() -> None:
-    chooser = LengthChooser(3, 500)
-    chooser.add(measured(), FRESH)
-    chooser.choose(FRESH)
-    assert chooser.table is not None and len(chooser.table) == 501
-    assert chooser.table[500] == chooser.table[64]
-
-
-def test_lengths_are_compared_at_a_batch_that_each_was_measured_at() -> None:
+def test_chooser_judges_larger_batches_by_largest_measured() -> None:
+    """Lengths are compared at a batch size that each was measured at."""
     sums = measured()
     for k in (-1, 0, 1, 2):
         kind = PLAIN if k < 0 else SPECULATIVE
         sums[kind, 256, max(k, 0)] = StepSum(100, 100 * seconds(k, 256))
-    chooser = LengthChooser(3, 256)
+    chooser = LengthChooser(3, 500)
     chooser.add(sums, FRESH)
     chooser.choose(FRESH)
-    assert chooser.table is not None
-    assert chooser.table[256] == chooser.table[64] == 0, "3 was measured at 64 requests only"
+    assert chooser.table is not None and len(chooser.table) == 501
+    assert chooser.table[500] == chooser.table[256] == chooser.table[64] == 0
 
 
-def test_an_older_cost_fades() -> None:
+def test_chooser_fades_older_costs() -> None:
     chooser = LengthChooser(3, 1)
     alone = {key: total for key, total in measured().items() if key[1] == 1}
     chooser.add(alone, FRESH)
@@ -161,7 +142,7 @@ def test_an_older_cost_fades() -> None:
     assert chooser.table is not None and chooser.table[1] < 3
 
 
-def test_lengths_and_the_schedule_that_names_each() -> None:
+def test_launch_schedule_names_every_length() -> None:
     assert lengths_to_choose(3) == (1, 2, 3)
     assert lengths_to_choose(8) == (1, 2, 3, 5, 7, 8)
     most = 1 << 20
@@ -169,37 +150,6 @@ def test_lengths_and_the_schedule_that_names_each() -> None:
     assert launch_schedule((4,)) == [[1, 1, 4], [2, 2, 0], [3, most, 4]]
     assert sizes_to_measure(64) == [1, 4, 16, 64]
     assert sizes_to_measure(3) == [1, 3]
-
-
-def test_acceptance_of_each_position_counts_only_where_it_was_tried() -> None:
-    assert tried(40, 40, [20, 0, 0]) == [40, 0, 0]
-    assert tried(60, 170, [30, 24, 12]) == [60, 60, 50]
-    assert tried(10, 28, [9, 9, 9]) == [10, 10, 9], "what was accepted was tried"
-    recent = RecentAcceptance()
-    recent.add(40, [40, 0, 0], [20, 0, 0])
-    assert recent.rates() is None
-    recent.add(60, [60, 60, 60], [30, 24, 12])
-    rates = recent.rates()
-    assert rates is not None
-    # Each step fades what came before it by a factor that both counts share.
-    keep = 2.718281828 ** (-60 / KEPT_DRAFTS)
-    assert rates[0] == pytest.approx((20 * keep + 30) / (40 * keep + 60), rel=1e-6)
-    assert rates[1:] == pytest.approx((24 / 60, 12 / 60))
-    assert LEAST_DRAFTS <= 60
-
-
-def test_the_calibration_belongs_to_no_version_and_a_commit_begins_anew() -> None:
-    tracker = AcceptanceTracker()
-    tracker.record(10, 30, 5, [5, 0, 0])
-    assert tracker.all.drafts == 0
-    tracker.start(0)
-    tracker.record(100, 300, 200, [80, 70, 50])
-    assert tracker.recent.rates() == pytest.approx((0.8, 0.7, 0.5))
-    # Ten of the calibration and a hundred since were before the commit.
-    tracker.switch(1, [110])
-    tracker.record(60, 180, 60, [30, 20, 10])
-    assert tracker.recent.rates() == pytest.approx((0.5, 1 / 3, 1 / 6))
-    assert tracker.counters()[1].drafts == 60
 
 
 class Server:
@@ -238,7 +188,7 @@ class Server:
         asyncio.run(self.control.update(self.sums))
 
 
-def test_a_ruined_draft_turns_drafting_off_and_a_new_one_on() -> None:
+def test_drafting_is_off_from_ruined_draft_to_next_commit() -> None:
     server = Server(STALE)
     server.serve(60)
     assert server.told == [None]
@@ -255,26 +205,16 @@ def test_a_ruined_draft_turns_drafting_off_and_a_new_one_on() -> None:
     assert table is not None and table[1] == 3
 
 
-def test_drafting_is_tried_again_after_a_while_of_generation() -> None:
+def test_drafting_is_retried_at_doubling_intervals(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("rollout_server.draft_length.REFRESH_SECONDS", math.inf)
     server = Server(STALE)
     server.serve(60)
     assert server.told == [None]
     # Nothing is generated, however long: drafts would not be tried.
     asyncio.run(server.control.update(server.sums))
     assert server.told == [None]
-    server.spend(RETRY_SECONDS + 1)
-    server.serve(60)
-    assert server.told == [None, [1] * 65]
-    server.serve(60)
-    assert server.told[2] is None, "it still does not pay"
-
-
-def test_each_try_of_one_draft_comes_after_twice_the_time(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("rollout_server.draft_length.REFRESH_SECONDS", math.inf)
-    server = Server(STALE)
-    server.serve(60)
 
     def tried_after(seconds: float) -> bool:
         server.told.clear()
@@ -296,7 +236,7 @@ def test_each_try_of_one_draft_comes_after_twice_the_time(
     assert tried_after(RETRY_SECONDS + 1), "another draft"
 
 
-def test_the_speed_up_is_known_before_many_plain_steps_were_taken(
+def test_speed_up_is_known_after_few_plain_steps(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("rollout_server.step_costs.READ_SECONDS", 0.0)
@@ -326,7 +266,7 @@ async def no_sleep(seconds: float) -> None:
     pass
 
 
-def test_a_cost_that_is_old_is_measured_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_old_plain_cost_is_measured_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plain steps were timed while something else slowed the machine: drafting seems to pay."""
     monkeypatch.setattr("rollout_server.draft_length.REFRESH_LEAST_SECONDS", 0.0)
     monkeypatch.setattr("rollout_server.draft_length.asyncio.sleep", no_sleep)
@@ -353,7 +293,7 @@ def test_a_cost_that_is_old_is_measured_again(monkeypatch: pytest.MonkeyPatch) -
     assert server.control.chooser.table is None
 
 
-def test_lengths_do_not_change_for_a_cost_of_another_load(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lengths_are_measured_before_they_change(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps take twice what they took in the calibration: only what is in use seems slower."""
     monkeypatch.setattr("rollout_server.draft_length.asyncio.sleep", no_sleep)
     server = Server(FRESH)
@@ -380,7 +320,7 @@ def test_lengths_do_not_change_for_a_cost_of_another_load(monkeypatch: pytest.Mo
     assert len(measured) <= 4
 
 
-def test_lengths_that_could_not_be_timed_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lengths_that_cannot_be_timed_stay_unused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every step of the measurement also read a prompt."""
     monkeypatch.setattr("rollout_server.draft_length.asyncio.sleep", no_sleep)
     server = Server(FRESH)
@@ -420,7 +360,7 @@ class Engine:
         return self.sums
 
 
-def test_the_calibration_measures_every_length_and_leaves_the_longest() -> None:
+def test_calibration_measures_every_length() -> None:
     engine, chooser = Engine(), LengthChooser(3, 16)
     asyncio.run(calibrate(engine, engine.generate, chooser))  # type: ignore[arg-type]
     assert {(n, k) for kind, n, k in engine.sums if kind == SPECULATIVE} == {

@@ -15,6 +15,7 @@ from rollout_server.engine_core import EngineHooks, PrefixCacheSalt
 from rollout_server.reload import Change, Result
 from rollout_server.store import WeightSource
 from rollout_server.worker import slipstream_forget
+from slipstream.errors import RefusedError
 
 TOKENS = list(range(12))
 
@@ -23,15 +24,17 @@ class Caching:
     """As much of vLLM's engine core as hashes prompts and keeps requests, with its own ``Request``.
 
     ``prepare`` is what its thread for input does, ``scheduler.add_request`` what the engine does.
+    With ``schedule``, that of vLLM's scheduler, there is a KV connector.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, schedule: Any = None) -> None:
         from vllm.utils.hashing import sha256
         from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 
         init_none_hash(sha256)
         self.request_block_hasher = get_request_block_hasher(4, sha256)
-        self.scheduler = SimpleNamespace(requests={}, add_request=self._add, connector=None)
+        kind = type("Scheduler", (SimpleNamespace,), {"schedule": schedule})
+        self.scheduler = kind(requests={}, add_request=self._add, connector=schedule and object())
         self.salt = PrefixCacheSalt(self)
 
     def _add(self, request: Any) -> None:
@@ -53,7 +56,7 @@ class Caching:
         return request
 
 
-def test_blocks_of_two_salts_never_meet() -> None:
+def test_block_hashes_differ_across_policy_commit() -> None:
     core = Caching()
     before = core.enter(TOKENS).block_hashes
     assert core.enter(TOKENS).block_hashes == before and len(before) == 3
@@ -74,7 +77,7 @@ def test_blocks_of_two_salts_never_meet() -> None:
 
 
 @pytest.mark.parametrize("own", [None, "tenant"])
-def test_a_request_that_has_not_begun_hits_no_block_from_before_a_commit(own: str | None) -> None:
+def test_waiting_request_is_rehashed_at_policy_commit(own: str | None) -> None:
     core = Caching()
     arriving, waiting = core.prepare(TOKENS, own), core.enter(TOKENS, own)
     before = waiting.block_hashes
@@ -88,7 +91,7 @@ def test_a_request_that_has_not_begun_hits_no_block_from_before_a_commit(own: st
     assert (arriving.block_hashes, arriving.cache_salt) == (new.block_hashes, new.cache_salt)
 
 
-def test_only_a_preempted_request_without_output_begins_anew_at_a_commit() -> None:
+def test_preempted_request_is_rehashed_only_without_output() -> None:
     core = Caching()
     preempted, answering = core.enter(TOKENS), core.enter(TOKENS[:8])
     answering.append_output_token_ids(TOKENS[8:])
@@ -98,21 +101,14 @@ def test_only_a_preempted_request_without_output_begins_anew_at_a_commit() -> No
     assert answering.block_hashes == before and answering.cache_salt is None
 
 
-def with_connector(schedule: Any) -> Caching:
-    """An engine core with a KV connector, over a vLLM with such a scheduler."""
-    core = Caching()
-    kind = type("Scheduler", (SimpleNamespace,), {"schedule": schedule})
-    core.scheduler = core.salt._scheduler = kind(**vars(core.scheduler))
-    core.scheduler.connector = object()
-    return core
-
-
 def skips(request: Any) -> bool:
     return bool(request.skip_reading_prefix_cache)
 
 
-def test_a_waiting_request_is_computed_whole_where_a_connector_may_keep_its_old_hashes() -> None:
-    core = with_connector(skips)
+def test_waiting_request_skips_prefix_cache_with_connector() -> None:
+    from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+
+    core = Caching(AsyncScheduler.schedule)
     waiting, answering = core.enter(TOKENS), core.enter(TOKENS[:8])
     answering.append_output_token_ids(TOKENS[8:])
     core.salt.advance(policy=False)
@@ -123,8 +119,8 @@ def test_a_waiting_request_is_computed_whole_where_a_connector_may_keep_its_old_
     assert not skips(new) and waiting.block_hashes == new.block_hashes
 
 
-def test_it_keeps_its_salt_where_vllm_would_read_from_the_connector_all_the_same() -> None:
-    core = with_connector(lambda self: None)
+def test_waiting_request_keeps_salt_if_connector_cannot_skip() -> None:
+    core = Caching(lambda self: None)
     waiting = core.enter(TOKENS)
     before = waiting.block_hashes[:]
     core.salt.advance()
@@ -132,13 +128,7 @@ def test_it_keeps_its_salt_where_vllm_would_read_from_the_connector_all_the_same
     assert not set(core.enter(TOKENS).block_hashes) & set(before)
 
 
-def test_vllm_takes_nothing_from_a_connector_for_a_request_that_skips_reading() -> None:
-    from vllm.v1.core.sched.async_scheduler import AsyncScheduler
-
-    assert rollout_server.engine_core._skips_connectors(AsyncScheduler.schedule)
-
-
-def test_salts_of_two_engines_never_meet() -> None:
+def test_block_hashes_differ_across_engine_cores() -> None:
     """A store behind a KV connector is shared by servers, and outlives one that restarts."""
     hashes = []
     for _ in range(2):
@@ -148,7 +138,7 @@ def test_salts_of_two_engines_never_meet() -> None:
     assert not set(hashes[0]) & set(hashes[1])
 
 
-def test_without_prefix_caching_nothing_is_hooked() -> None:
+def test_no_salt_without_prefix_caching() -> None:
     scheduler = SimpleNamespace(add_request="vLLM's")
     core = SimpleNamespace(request_block_hasher=None, scheduler=scheduler)
     PrefixCacheSalt(core).advance()
@@ -167,6 +157,8 @@ class Workers:
     def __call__(self, method: str, timeout: Any = None, args: Any = ()) -> Any:
         if method == "slipstream_forget":
             return [slipstream_forget(worker, *args) for worker in self.encoders]
+        if method == "slipstream_set_speculation":
+            return [0.25, 0.5]
         if method != "slipstream_apply":
             return ["same", "same"]
         [messages] = args
@@ -177,8 +169,16 @@ class Workers:
         return [asdict(Result(0.01 * n, e, self.restored)) for n, e in enumerate(errors)]
 
 
+class Hooks(EngineHooks):
+    """Those of ``core``."""
+
+    def __init__(self, core: Any) -> None:
+        super().__init__(core)
+        self.core = core
+
+
 @pytest.fixture
-def hooks() -> EngineHooks:
+def hooks() -> Hooks:
     from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
     from vllm.v1.core.sched.interface import PauseState
 
@@ -208,23 +208,21 @@ def hooks() -> EngineHooks:
         async_scheduling=False,
     )
     core.scheduler.set_pause_state = functools.partial(setattr, core.scheduler, "pause_state")
-    hooks = EngineHooks(core)
-    hooks.core = core  # type: ignore[attr-defined]
-    return hooks
+    return Hooks(core)
 
 
 def change(kind: str) -> dict[str, Any]:
     return Change(kind, WeightSource("new"), WeightSource("old")).to_message()
 
 
-def salt_of(hooks: EngineHooks) -> str | None:
+def salt_of(hooks: Hooks) -> str | None:
     """Without the engine core's name."""
-    salt = hooks.core.request_block_hasher(SimpleNamespace(cache_salt=None))  # type: ignore
+    salt = hooks.core.request_block_hasher(SimpleNamespace(cache_salt=None))
     return salt and re.sub("^slipstream-[0-9a-f]{12}-", "slipstream-", salt)
 
 
-def test_a_commit_answers_the_steps_before_it_and_salts_policies_only(hooks: EngineHooks) -> None:
-    hooks.core.scheduler.make_spec_decoding_stats()  # type: ignore[attr-defined]
+def test_commit_returns_steps_before_it_and_salts_policy_only(hooks: Hooks) -> None:
+    hooks.core.scheduler.make_spec_decoding_stats()
     answer = hooks.apply([change("draft")], 1.0)
     # One verified, two scheduled, one proposed.
     assert answer == asdict(Result(0.01, steps_before=(4,)))
@@ -233,8 +231,8 @@ def test_a_commit_answers_the_steps_before_it_and_salts_policies_only(hooks: Eng
     assert salt_of(hooks) == "slipstream-1:"
 
 
-def test_a_policy_commit_says_where_every_request_stands(hooks: EngineHooks) -> None:
-    scheduler = hooks.core.scheduler  # type: ignore[attr-defined]
+def test_policy_commit_returns_tokens_of_each_request(hooks: Hooks) -> None:
+    scheduler = hooks.core.scheduler
 
     def enter(name: str, tokens: int) -> None:
         scheduler.add_request(SimpleNamespace(request_id=name))
@@ -255,25 +253,23 @@ def test_a_policy_commit_says_where_every_request_stands(hooks: EngineHooks) -> 
     assert answer["requests"] == {"runs": 12, "waits": -1}
 
 
-def test_a_policy_commit_that_failed_says_nothing_and_forgets_nothing(hooks: EngineHooks) -> None:
-    scheduler = hooks.core.scheduler  # type: ignore[attr-defined]
+def test_failed_policy_commit_keeps_noted_requests(hooks: Hooks) -> None:
+    scheduler = hooks.core.scheduler
     scheduler.add_request(SimpleNamespace(request_id="a"))
-    hooks.core.collective_rpc.errors = ["no memory", "no memory"]  # type: ignore[attr-defined]
+    hooks.core.collective_rpc.errors = ["no memory", "no memory"]
     assert hooks.apply([change("policy")], 1.0)["requests"] == {}
     assert hooks.apply([change("policy")], 1.0)["requests"] == {"a": -1}
 
 
-def test_requests_between_two_policy_commits_are_bounded(
-    hooks: EngineHooks, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_noted_requests_are_bounded(hooks: Hooks, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rollout_server.engine_core.RequestsSeen, "MOST", 2)
     for name in "abc":
-        hooks.core.scheduler.add_request(SimpleNamespace(request_id=name))  # type: ignore
+        hooks.core.scheduler.add_request(SimpleNamespace(request_id=name))
     assert hooks.apply([change("policy")], 1.0)["requests"] == {"b": -1, "c": -1}
 
 
-def test_workers_that_disagree_get_the_old_weights_back(hooks: EngineHooks) -> None:
-    workers = hooks.core.collective_rpc  # type: ignore[attr-defined]
+def test_failed_worker_reverts_other_workers(hooks: Hooks) -> None:
+    workers = hooks.core.collective_rpc
     workers.errors = ["", "no memory"]
     answer = hooks.apply([change("policy")], 1.0)
     assert (answer["error"], answer["restored"]) == ("no memory", True)
@@ -284,8 +280,8 @@ def test_workers_that_disagree_get_the_old_weights_back(hooks: EngineHooks) -> N
     assert workers.applied[2:] == [["new"]], "each has put its own back"
 
 
-def test_workers_that_disagree_receive_no_external_policy_again(hooks: EngineHooks) -> None:
-    workers = hooks.core.collective_rpc  # type: ignore[attr-defined]
+def test_failed_worker_does_not_revert_external_policy(hooks: Hooks) -> None:
+    workers = hooks.core.collective_rpc
     workers.errors = ["", "no memory"]
     external = Change("policy", WeightSource("new"), WeightSource(transfer="{}"))
     answer = hooks.apply([external.to_message()], 1.0)
@@ -294,19 +290,19 @@ def test_workers_that_disagree_receive_no_external_policy_again(hooks: EngineHoo
 
 
 @pytest.mark.parametrize(("refuses", "known"), [(1, True), (0, False)])
-def test_a_worker_without_room_that_was_not_written_to_needs_no_old_weights(
-    hooks: EngineHooks, refuses: int, known: bool
+def test_unwritten_worker_without_room_counts_as_restored(
+    hooks: Hooks, refuses: int, known: bool
 ) -> None:
-    workers = hooks.core.collective_rpc  # type: ignore[attr-defined]
+    workers = hooks.core.collective_rpc
     workers.errors = ["", "no room"]
     workers.undo_errors = ["no room" if n == refuses else "" for n in range(2)]
     assert hooks.apply([change("policy")], 1.0)["restored"] is known
 
 
-def test_an_engine_with_unknown_weights_takes_no_step(hooks: EngineHooks) -> None:
+def test_engine_with_unknown_weights_is_paused(hooks: Hooks) -> None:
     from vllm.v1.core.sched.interface import PauseState
 
-    scheduler, workers = hooks.core.scheduler, hooks.core.collective_rpc  # type: ignore
+    scheduler, workers = hooks.core.scheduler, hooks.core.collective_rpc
 
     def paused() -> bool:
         state, scheduler.pause_state = scheduler.pause_state, PauseState.UNPAUSED
@@ -325,12 +321,7 @@ def test_an_engine_with_unknown_weights_takes_no_step(hooks: EngineHooks) -> Non
     assert paused()
 
 
-def switch(hooks: EngineHooks, enabled: bool) -> float:
-    hooks._rpc = lambda *_: [0.25, 0.5]
-    return hooks.set_speculation(enabled, 1.0)
-
-
-def compute(hooks: EngineHooks, tokens: int) -> None:
+def compute(hooks: Hooks, tokens: int) -> None:
     """One step that reads prompts."""
     output = SimpleNamespace(
         total_num_scheduled_tokens=tokens,
@@ -339,31 +330,49 @@ def compute(hooks: EngineHooks, tokens: int) -> None:
         scheduled_new_reqs=["a"],
         num_spec_tokens_to_schedule=0,
     )
-    scheduler = hooks.core.scheduler  # type: ignore[attr-defined]
+    scheduler = hooks.core.scheduler
     scheduler.schedule()
     scheduler.update_from_output(output, None)
 
 
-def test_drafting_off_plans_no_drafts(hooks: EngineHooks) -> None:
-    core = hooks.core  # type: ignore[attr-defined]
-    assert switch(hooks, False) == 0.5
+def test_speculation_off_schedules_no_drafts(hooks: Hooks) -> None:
+    core = hooks.core
+    assert hooks.set_speculation(False, 1.0) == 0.5
     assert core.scheduler.dynamic_sd_lookup == [0, 0, 0] and not core.check_for_draft_tokens
-    switch(hooks, True)
+    hooks.set_speculation(True, 1.0)
     assert core.scheduler.dynamic_sd_lookup == "as configured" and core.check_for_draft_tokens
     core.async_scheduling = True
-    switch(hooks, False)
+    hooks.set_speculation(False, 1.0)
     assert core.check_for_draft_tokens, "a grammar has to see the drafts of a step in flight"
 
 
-def test_images_are_encoded_again_by_a_new_policy(hooks: EngineHooks) -> None:
+def test_draft_lengths_apply_by_requests_in_step(hooks: Hooks) -> None:
+    """vLLM's scheduler looks up the entry at the number of requests; here at most two run."""
+    scheduler = hooks.core.scheduler
+    hooks.set_draft_lengths([0, 3, 1])
+    assert [scheduler.dynamic_sd_lookup[requests] for requests in (1, 2)] == [3, 1]
+    hooks.set_speculation(False, 1.0)
+    hooks.set_draft_lengths([0, 2, 1])
+    assert scheduler.dynamic_sd_lookup == [0, 0, 0], "drafting is off"
+    hooks.set_speculation(True, 1.0)
+    assert [scheduler.dynamic_sd_lookup[requests] for requests in (1, 2)] == [2, 1]
+    for refused in ([3, 3], [3, 3, 4], [3, 3, -1]):
+        with pytest.raises(RefusedError, match="draft lengths"):
+            hooks.set_draft_lengths(refused)
+    assert [scheduler.dynamic_sd_lookup[requests] for requests in (1, 2)] == [2, 1]
+
+
+def test_policy_commit_evicts_encoder_outputs(hooks: Hooks) -> None:
     """Workers forget them at once: a step that needs one again tells none that it was evicted."""
     from vllm.v1.worker.gpu.mm.encoder_cache import EncoderCache
 
     outputs, v2 = dict.fromkeys(("seen", "in use")), EncoderCache()
     v2.encoder_outputs = outputs.copy()
     runners = [SimpleNamespace(encoder_cache=cache) for cache in (outputs, v2, None)]
-    hooks._rpc.encoders = [SimpleNamespace(model_runner=runner) for runner in runners]
-    manager = hooks.core.scheduler.encoder_cache_manager  # type: ignore[attr-defined]
+    hooks.core.collective_rpc.encoders = [
+        SimpleNamespace(model_runner=runner) for runner in runners
+    ]
+    manager = hooks.core.scheduler.encoder_cache_manager
     ended, reading, new = (
         SimpleNamespace(
             request_id=name,
@@ -385,19 +394,18 @@ def test_images_are_encoded_again_by_a_new_policy(hooks: EngineHooks) -> None:
     assert manager.check_and_update_cache(reading, 0), "a request is reading it"
 
 
-def test_the_prefix_cache_is_left_only_where_much_of_it_was_computed_without_the_draft(
-    hooks: EngineHooks,
+def test_undrafted_prefix_cache_is_salted_on_speculation_on(
+    hooks: Hooks,
 ) -> None:
     """It holds 800 tokens."""
     for tokens, salt in ((60, None), (39, None), (2, "slipstream-1:"), (99, "slipstream-1:")):
-        switch(hooks, False)
+        hooks.set_speculation(False, 1.0)
         compute(hooks, tokens)
-        switch(hooks, True)
+        hooks.set_speculation(True, 1.0)
         assert salt_of(hooks) == salt
         compute(hooks, 1000)
-    hooks._rpc = Workers()
     hooks.apply([change("policy")], 1.0)
-    switch(hooks, False)
+    hooks.set_speculation(False, 1.0)
     compute(hooks, 2)
-    switch(hooks, True)
+    hooks.set_speculation(True, 1.0)
     assert salt_of(hooks) == "slipstream-2:", "a commit leaves what was there before it"

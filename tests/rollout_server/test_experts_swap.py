@@ -12,13 +12,11 @@ from torch import nn
 
 from draft_trainer.drafters import DRAFTERS
 from draft_trainer.drafters.mtp import MtpConfig, MtpHead
-from rollout_server.reload import Change, LiveModel, apply_all
 from rollout_server.served.derived import unaccounted
-from rollout_server.standby import DIFFERS, SAME
 from rollout_server.swap import StandbyCopy, _as_first_loaded
 from rollout_server.vllm_patches import pack_experts_again
 from tests.draft_trainer.test_mtp_vllm import GLM, SIZES
-from tests.rollout_server.test_swap import Drafts, different, join, ready
+from tests.rollout_server.drafts import Drafts, check_failed_commits, check_swaps, different
 
 
 def fresh(releases: list[Path]) -> Drafts:
@@ -55,41 +53,19 @@ def drafts(releases: list[Path]) -> Iterator[Drafts]:
     cleanup_dist_env_and_memory()
 
 
-def test_a_swap_packs_experts_as_a_fresh_load_does(drafts: Drafts, releases: list[Path]) -> None:
+def test_swap_packs_experts_like_fresh_load(drafts: Drafts, releases: list[Path]) -> None:
     expected = [fresh([path]).outputs() for path in releases]
     assert any("w13_weight" in name for name in expected[0])
     assert any("e_score_correction_bias" in name for name in expected[0])
     # Every tensor of the two releases differs, so each of them was replaced.
     assert len(different(expected[0], expected[1])) == len(expected[0])
     assert unaccounted(drafts.policy, drafts.draft) == []
-    standby = drafts.standby()
-    zero, one, two = drafts.sources
-    assert not different(drafts.outputs(), expected[0])
-    ready(standby, one)
-    assert not different(drafts.outputs(), expected[0]), "preparing changes nothing"
-    assert standby.swap(one, zero)
-    assert not different(drafts.outputs(), expected[1])
-    assert drafts.read_back.check() == SAME
-    join()
-    assert standby.swap(zero, one), "what was live is ready again"
-    assert not different(drafts.outputs(), expected[0])
-    # Without a copy the commit loads one: a reload would leave the experts unpacked.
-    standby.drop()
-    live = LiveModel(drafts.draft, drafts.model_config, standby)
-    with drafts.current():
-        result = apply_all([(Change("draft", two, zero), live)])
-    assert (result.error, result.restored) == ("", True)
-    assert not different(drafts.outputs(), expected[2])
-    assert drafts.read_back.check() == SAME
     [experts] = [m for n, m in drafts.draft.named_modules() if n.endswith("routed_experts")]
-    experts.w13_weight.data.view(-1)[7] += 1.0  # type: ignore[union-attr,operator]
-    assert drafts.read_back.check() == DIFFERS
-    with drafts.current():
-        result = apply_all([(Change("draft", two, two), live)])
-    assert result.error == "" and not different(drafts.outputs(), expected[2])
+    check_swaps(drafts, expected, experts.w13_weight)  # type: ignore[arg-type]
+    check_failed_commits(drafts)
 
 
-def test_the_router_reads_the_correction_that_is_swapped(drafts: Drafts) -> None:
+def test_router_reads_swapped_correction_bias(drafts: Drafts) -> None:
     """Router, experts and gate have one tensor of it."""
     [gate] = [m for n, m in drafts.draft.named_modules() if n.endswith("mlp.gate")]
     [runner] = [m for n, m in drafts.draft.named_modules() if n.endswith("mlp.experts")]
@@ -100,7 +76,7 @@ def test_the_router_reads_the_correction_that_is_swapped(drafts: Drafts) -> None
     assert sum(one is bias for one, _ in copy.pairs()) == 1
 
 
-def test_experts_that_a_kernel_pads_are_loaded_and_their_padding_is_zero(
+def test_standby_copy_zeroes_padding_of_experts(
     drafts: Drafts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from vllm.model_executor.layers.fused_moe import UnquantizedFusedMoEMethod as Method
@@ -131,7 +107,7 @@ def test_experts_that_a_kernel_pads_are_loaded_and_their_padding_is_zero(
     assert not gate[:, half:].any() and not up[:, half:].any()
 
 
-def test_a_reload_packs_experts_again(
+def test_reload_packs_experts_again(
     drafts: Drafts, releases: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first half fails on a vLLM that packs them itself: then the workaround can go."""
@@ -148,7 +124,7 @@ def test_a_reload_packs_experts_again(
     pack_experts_again(nn.Module)  # has no such method
 
 
-def test_only_a_cpu_packs_experts_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_live_experts_kernel_is_kept_while_copy_is_packed(monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.platforms import current_platform
 
     method = SimpleNamespace(moe_kernel="kernel", other=1)

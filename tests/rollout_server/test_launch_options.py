@@ -41,7 +41,7 @@ def connector(name: str, *inner: str) -> str:
     return json.dumps(config)
 
 
-def test_connectors_that_ignore_the_prefix_salt_are_refused_unless_told(parse: Any) -> None:
+def test_kv_connector_ignoring_salt_is_refused_unless_allowed(parse: Any) -> None:
     option = "--kv-transfer-config"
     for known in (
         connector("NixlConnector"),
@@ -59,7 +59,7 @@ def test_connectors_that_ignore_the_prefix_salt_are_refused_unless_told(parse: A
         parse(option, config, "--allow-kv-connector")
 
 
-def test_a_connector_that_stores_rejected_drafts_is_refused(
+def test_kv_connector_storing_rejected_drafts_is_refused(
     parse: Any, policy_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import vllm.version
@@ -80,7 +80,7 @@ def test_a_connector_that_stores_rejected_drafts_is_refused(
     parse(option, offloading)
 
 
-def test_fields_of_the_speculative_configuration_that_are_not_ours_pass(parse: Any) -> None:
+def test_draft_config_passes_other_speculative_fields(parse: Any) -> None:
     given = {"draft_tensor_parallel_size": 1, "attention_backend": "FLASH_ATTN"}
     passed = parse("--draft-config", json.dumps(given)).speculative_config
     assert given.items() <= passed.items() and passed["num_speculative_tokens"] == 3
@@ -89,7 +89,7 @@ def test_fields_of_the_speculative_configuration_that_are_not_ours_pass(parse: A
             parse("--draft-config", refused)
 
 
-def test_data_parallel_ranks_of_one_command_draft_as_many_tokens_in_every_step(parse: Any) -> None:
+def test_data_parallel_uses_fixed_draft_length(parse: Any) -> None:
     parsed = parse("--data-parallel-size", "2")
     assert parsed.speculation == "fixed"
     assert "num_speculative_tokens_per_batch_size" not in parsed.speculative_config
@@ -125,14 +125,14 @@ def test_data_parallel_ranks_of_one_command_draft_as_many_tokens_in_every_step(p
         ),
     ],
 )
-def test_options_that_would_undo_a_guarantee_are_refused(
+def test_vllm_options_that_break_guarantees_are_refused(
     parse: Any, options: tuple[str, ...], text: str
 ) -> None:
     with pytest.raises(RefusedError, match=text):
         parse(*options)
 
 
-def test_an_mtp_head_is_refused_where_the_model_is_quantized_as_it_loads(
+def test_mtp_head_is_refused_with_online_quantization(
     parse: Any, policy_dir: Path, tmp_path: Path
 ) -> None:
     policy, head = policy_with_mtp(policy_dir, tmp_path / "policy"), tmp_path / "head"
@@ -147,7 +147,7 @@ def test_an_mtp_head_is_refused_where_the_model_is_quantized_as_it_loads(
             settings_of(build_parser().parse_args([*given, *options]))
 
 
-def test_a_draft_that_drafts_in_parallel_has_one_length(policy_dir: Path, tmp_path: Path) -> None:
+def test_parallel_drafting_uses_fixed_draft_length(policy_dir: Path, tmp_path: Path) -> None:
     draft = first_layers(policy_dir, tmp_path / "small", layers=2, parallel=127)
     given = [str(policy_dir), "--draft", str(draft), "--draft-kind", "draft_model", *PORTS]
     args = build_parser().parse_args(given)
@@ -159,7 +159,7 @@ def test_a_draft_that_drafts_in_parallel_has_one_length(policy_dir: Path, tmp_pa
         settings_of(build_parser().parse_args([*given, "--speculation", "auto"]))
 
 
-def test_messages_are_printed_at_vllms_level(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_log_level_follows_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     printed: list[str] = []
     handler = logging.Handler()
     monkeypatch.setattr(handler, "emit", lambda record: printed.append(record.getMessage()))
@@ -179,7 +179,7 @@ def test_messages_are_printed_at_vllms_level(monkeypatch: pytest.MonkeyPatch) ->
     assert printed == [f"at {logging.INFO}"]
 
 
-def test_workers_that_ray_starts_get_the_mark(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ray_workers_inherit_plugin_mark(monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.ray.ray_env import get_env_vars_to_copy
 
     monkeypatch.setenv(MARK, "1")

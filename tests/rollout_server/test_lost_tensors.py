@@ -16,7 +16,7 @@ from rollout_server.store import WeightSource
 from rollout_server.worker import _receive
 from slipstream.errors import RefusedError
 from tests.policy_bridge.families import make
-from tests.rollout_server.test_swap import Drafts, _one_process, different
+from tests.rollout_server.drafts import Drafts, different, load_model
 
 # From 0.33 on, vLLM has a weight loader for the sinks.
 LOST = (
@@ -30,12 +30,6 @@ class Policy:
 
     def __init__(self, folder: Path) -> None:
         from vllm.engine.arg_utils import EngineArgs
-        from vllm.model_executor.model_loader.reload.layerwise import record_metadata_for_reloading
-        from vllm.model_executor.model_loader.utils import (
-            initialize_model,
-            process_weights_after_loading,
-        )
-        from vllm.utils.torch_utils import set_default_torch_dtype
 
         model = make("GPT-OSS", torch.bfloat16)
         for seed in range(2):
@@ -52,12 +46,7 @@ class Policy:
             skip_tokenizer_init=True,
         ).create_engine_config()
         self.model_config = self.config.model_config
-        with self.current(), torch.device("cpu"), set_default_torch_dtype(torch.bfloat16):
-            _one_process()
-            self.model: nn.Module = initialize_model(self.config, model_config=self.model_config)
-            record_metadata_for_reloading(self.model)
-            self.model.load_weights(self.sources[0].weights())  # type: ignore[operator]
-            process_weights_after_loading(self.model, self.model_config, torch.device("cpu"))
+        self.model = load_model(self.config, self.model_config, self.sources[0])
 
     current = Drafts.current
 
@@ -86,7 +75,7 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Policy]:
     cleanup_dist_env_and_memory()
 
 
-def test_a_push_that_would_lose_tensors_is_refused_and_leaves_the_old_policy(
+def test_push_losing_tensors_is_refused_and_reverted(
     policy: Policy,
 ) -> None:
     """Fails on a vLLM that loads all of GPT-OSS: then it is supported, and the docs say so."""
@@ -105,7 +94,7 @@ def test_a_push_that_would_lose_tensors_is_refused_and_leaves_the_old_policy(
     assert not different(policy.tensors(), before)
 
 
-def test_what_vllms_engine_receives_is_refused_too(policy: Policy) -> None:
+def test_transfer_losing_tensors_is_refused_and_reverted(policy: Policy) -> None:
     from vllm.model_executor.model_loader.reload import (
         finalize_layerwise_reload,
         initialize_layerwise_reload,
@@ -141,6 +130,6 @@ def test_what_vllms_engine_receives_is_refused_too(policy: Policy) -> None:
     assert not different(policy.tensors(), before)
 
 
-def test_names_that_nothing_on_the_meta_device_has_are_no_loss() -> None:
+def test_unknown_names_are_no_lost_tensors() -> None:
     model = nn.Linear(2, 2)
     refuse_lost(model, ["weight", "bias", "absent", "of.another"])

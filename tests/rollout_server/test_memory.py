@@ -29,7 +29,7 @@ from rollout_server.worker import (
     watch_sleep,
 )
 from slipstream.errors import RefusedError
-from tests.rollout_server.test_swap import join, ready
+from tests.rollout_server.drafts import join, ready
 
 MIB = 1 << 20
 CUDA = torch.device("cuda", 0)
@@ -84,12 +84,14 @@ def a_worker(
     return Worker()
 
 
-def test_standby_copies_are_left_out_of_the_kv_cache_and_the_engines_share_stays(
-    device: types.SimpleNamespace,
+@pytest.mark.parametrize("planned", [False, True])
+def test_kv_cache_leaves_room_for_standby_copies(
+    device: types.SimpleNamespace, planned: bool
 ) -> None:
+    """Also where VLLM_ENABLE_STARTUP_PLAN puts a saved size in ``kv_cache_memory_bytes``."""
     policy, draft = linear(16), nn.Sequential(linear(1024), linear(512))
     draft.append(policy)  # As embed_tokens: the verifier's own.
-    found = a_worker(policy, draft, 700 * MIB)
+    found = a_worker(policy, draft, 700 * MIB, planned)
     own = (4 + 1) * MIB
     assert found.determine_available_memory() == 700 * MIB - 2 * own
     # The engine may grow to its share without ours; what torch holds is a part of it already.
@@ -104,17 +106,7 @@ def test_standby_copies_are_left_out_of_the_kv_cache_and_the_engines_share_stays
     assert given.determine_available_memory() == 700 * MIB
 
 
-def test_a_size_that_vllm_saved_at_an_earlier_start_is_not_one_that_was_given(
-    device: types.SimpleNamespace,
-) -> None:
-    """With VLLM_ENABLE_STARTUP_PLAN vLLM puts it where ``--kv-cache-memory-bytes`` goes."""
-    found = a_worker(linear(16), linear(1024), 700 * MIB, planned=True)
-    assert found.determine_available_memory() == (700 - 2 * 4) * MIB
-    device.reserved = 900 * MIB
-    assert owed_bytes(found) == (100 - 2 * 4) * MIB
-
-
-def test_a_copy_goes_to_the_host_where_the_engine_still_needs_the_device(
+def test_standby_copy_is_pinned_when_device_is_full(
     device: types.SimpleNamespace,
 ) -> None:
     graphs, other = segment(400, 0, pool=(0, 1)), segment(400, 0, on=1)
@@ -126,7 +118,7 @@ def test_a_copy_goes_to_the_host_where_the_engine_still_needs_the_device(
     assert not must_pin(torch.device("cpu"), 1 << 60, lambda: 0)
 
 
-def test_of_cudas_own_allocator_only_what_the_driver_has_counts(
+def test_free_bytes_with_cuda_malloc_async_are_the_drivers(
     device: types.SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With PYTORCH_CUDA_ALLOC_CONF=backend:cudaMallocAsync torch keeps no segments."""
@@ -140,7 +132,7 @@ def test_of_cudas_own_allocator_only_what_the_driver_has_counts(
     assert free_bytes(CUDA) == 50 * MIB
 
 
-def test_a_policy_is_not_reloaded_where_one_layer_does_not_fit_twice(
+def test_policy_reload_refused_without_room_for_largest_layer(
     device: types.SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     policy = nn.Sequential(nn.Module(), nn.Module(), nn.Module())
@@ -171,7 +163,7 @@ def test_a_policy_is_not_reloaded_where_one_layer_does_not_fit_twice(
     assert f"{56 * MIB} bytes, for the largest layer once more and what" in answer["error"]
 
 
-def test_what_is_quantized_as_it_is_loaded_is_there_in_both_forms(
+def test_room_check_counts_both_forms_of_quantized_layer(
     device: types.SimpleNamespace,
 ) -> None:
     from vllm.model_executor.model_loader.reload import layerwise
@@ -211,7 +203,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> types.SimpleNamespace:
 
 
 @pytest.mark.parametrize(("ready", "free"), [(False, 15), (False, 16), (True, 0)])
-def test_a_draft_that_cannot_be_swapped_needs_room_for_its_largest_layer_twice(
+def test_draft_reload_refused_without_room_for_largest_layer(
     device: types.SimpleNamespace,
     server: types.SimpleNamespace,
     monkeypatch: pytest.MonkeyPatch,
@@ -235,7 +227,7 @@ def test_a_draft_that_cannot_be_swapped_needs_room_for_its_largest_layer_twice(
         assert "16777216 bytes" in answer["error"] and answer["restored"] and not applied
 
 
-def test_a_policy_that_cannot_be_put_back_is_replaced_after_the_draft(
+def test_external_policy_is_applied_after_draft(
     device: types.SimpleNamespace, server: types.SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     applied: list[list[str]] = []
@@ -271,7 +263,7 @@ class Copied:
         return self.hashes
 
 
-def test_a_commit_that_is_undone_at_once_swaps_back_without_room_for_a_reload(
+def test_undo_swaps_back_without_room_for_reload(
     device: types.SimpleNamespace, server: types.SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As where another rank refused it: what was live is still being read."""
@@ -298,7 +290,7 @@ def test_a_commit_that_is_undone_at_once_swaps_back_without_room_for_a_reload(
         assert (answer["error"], answer["restored"]) == ("", True)
 
 
-def test_a_copy_that_failed_leaves_its_memory_to_the_reload(
+def test_failed_standby_copy_frees_memory_for_reload(
     device: types.SimpleNamespace, server: types.SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     held: list[weakref.ref[Copied]] = []
@@ -326,7 +318,7 @@ def test_a_copy_that_failed_leaves_its_memory_to_the_reload(
 
 
 @pytest.mark.parametrize("draft", [nn.Sequential(linear(32)), None], ids=["draft", "without"])
-def test_nothing_is_written_while_the_engine_sleeps(
+def test_sleeping_engine_refuses_apply_and_prepare(
     monkeypatch: pytest.MonkeyPatch, draft: nn.Module | None
 ) -> None:
     """Its addresses have no memory then: on a GPU a write ends the engine."""
@@ -349,7 +341,7 @@ def test_nothing_is_written_while_the_engine_sleeps(
     assert slipstream_read_back(server) == SAME
 
 
-def test_all_copies_are_made_on_one_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_standby_copies_share_one_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch keeps what was freed on a stream for that stream: others would take memory anew."""
     made: list[torch.device] = []
 
@@ -373,7 +365,7 @@ def test_all_copies_are_made_on_one_stream(monkeypatch: pytest.MonkeyPatch) -> N
     assert made == [CUDA]
 
 
-def test_the_device_is_quiet_before_and_after_an_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_swap_synchronizes_device_before_and_after(monkeypatch: pytest.MonkeyPatch) -> None:
     order: list[str] = []
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: order.append("quiet"))
     monkeypatch.setattr(swap, "_copy_both_ways", lambda one, other: order.append("copy"))
@@ -388,7 +380,7 @@ def test_the_device_is_quiet_before_and_after_an_exchange(monkeypatch: pytest.Mo
     "dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.float8_e4m3fn]
 )
 @pytest.mark.parametrize("rows", [3, 700])
-def test_the_hash_sees_values_and_their_order(dtype: torch.dtype, rows: int) -> None:
+def test_element_hash_sees_values_and_order(dtype: torch.dtype, rows: int) -> None:
     generator = torch.Generator().manual_seed(rows)
     matrix = torch.randn(rows, 333, generator=generator).to(dtype)
     if dtype == torch.bool:

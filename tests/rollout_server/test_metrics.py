@@ -64,7 +64,7 @@ def server(tmp_path: Path) -> Server:
     return Server(tmp_path)
 
 
-def test_a_server_without_load_measures_nothing(server: Server) -> None:
+def test_scrape_of_idle_server(server: Server) -> None:
     samples = scrape(server.collector)
     assert of(samples, R + "drafts_total") == {("0",): 0}, "its first draft must not begin it"
     assert of(samples, R + "all_accepted_per_position_total") == {("0",): 0, ("1",): 0, ("2",): 0}
@@ -83,7 +83,7 @@ def test_a_server_without_load_measures_nothing(server: Server) -> None:
     assert (version, commit, vllm) == ("0.1.0", commit, "0.32.0")
 
 
-def test_acceptance_by_version_and_in_all(server: Server) -> None:
+def test_scrape_counts_acceptance_by_version_and_total(server: Server) -> None:
     server.tracker.record(4, 12, 5, [3, 1, 1])
     server.tracker.generated(9)
     server.tracker.switch(7, [4])
@@ -104,7 +104,7 @@ def test_acceptance_by_version_and_in_all(server: Server) -> None:
     assert of(samples, R + "all_tried_per_position_total") == {("0",): 6, ("1",): 6, ("2",): 6}
 
 
-def test_ten_thousand_releases_leave_a_bounded_number_of_series(server: Server) -> None:
+def test_series_are_bounded_over_many_releases(server: Server) -> None:
     first = len(scrape(server.collector))
     for version in range(1, 10_001):
         server.tracker.switch(version, [version - 1])
@@ -126,14 +126,14 @@ def test_ten_thousand_releases_leave_a_bounded_number_of_series(server: Server) 
     assert of(scrape(server.collector), R + "generated_tokens_total")["5",] == 3
 
 
-def test_ten_thousand_commits_without_a_draft_keep_one_boundary(server: Server) -> None:
+def test_boundaries_are_bounded_over_commits_without_drafts(server: Server) -> None:
     for version in range(1, 10_001):
         server.tracker.switch(version, [0])
     assert len(server.tracker._boundaries(0).ahead) == 1
     assert set(of(scrape(server.collector), R + "drafts_total")) == {("10000",)}
 
 
-def test_versions_staleness_and_commits(server: Server) -> None:
+def test_scrape_shows_versions_staleness_and_commits(server: Server) -> None:
     began = value(scrape(server.collector), R + "draft_live_timestamp_seconds")
     assert began is not None
     draft = weights(DRAFT, 3, "draft-3")
@@ -161,7 +161,7 @@ def test_versions_staleness_and_commits(server: Server) -> None:
     assert value(scrape(server.collector), R + "ready") == 0
 
 
-def test_break_even_is_the_cost_of_like_steps(server: Server) -> None:
+def test_break_even_compares_steps_of_equal_size(server: Server) -> None:
     costs = server.costs
     speculative = {(SPECULATIVE, 8, 3): StepSum(100, 1.8), (SPECULATIVE, 64, 3): StepSum(50, 2.0)}
     costs.add(0.0, speculative, accepted(0, 500, 400))
@@ -188,7 +188,7 @@ def test_break_even_is_the_cost_of_like_steps(server: Server) -> None:
     assert costs.speed_up(70.0) is None, "nothing was drafted in the last minute"
 
 
-def test_the_speed_up_is_what_the_state_says(server: Server) -> None:
+def test_scraped_speed_up_matches_state(server: Server) -> None:
     # The chooser keeps its last one while nothing is generated.
     server.chooser.speed_up = 1.5
     assert value(scrape(server.collector), R + "speculation_speed_up") is None
@@ -198,7 +198,7 @@ def test_the_speed_up_is_what_the_state_says(server: Server) -> None:
         assert server.control.state().speed_up == speed_up
 
 
-def test_only_the_last_minute_of_speculative_steps_counts() -> None:
+def test_break_even_uses_speculative_steps_of_last_minute() -> None:
     costs = StepCosts()
     plain = {(PLAIN, 1, 0): StepSum(100, 1.0)}
     costs.add(0.0, plain | {(SPECULATIVE, 1, 3): StepSum(1000, 15.0)}, accepted(1, 0, 0))
@@ -223,7 +223,7 @@ def test_only_the_last_minute_of_speculative_steps_counts() -> None:
     assert costs.break_even == pytest.approx(2.0)
 
 
-def test_everything_in_the_catalogue_is_exposed(server: Server) -> None:
+def test_scrape_exposes_every_fact(server: Server) -> None:
     draft = weights(DRAFT, 3, "draft-3")
     object.__setattr__(draft, "trained_against", 11)
     server.commit(draft, weights(POLICY, 12, "policy-12"))

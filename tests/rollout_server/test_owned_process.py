@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.waiting import until
 
 WAIT = 180
@@ -39,7 +41,7 @@ def end(supervisor: subprocess.Popen[str]) -> int:
     return supervisor.wait(WAIT)
 
 
-def test_the_status_is_the_commands() -> None:
+def test_exit_status_is_passed_on() -> None:
     with supervise(sys.executable, "-c", "import sys; sys.exit(2)") as supervisor:
         assert supervisor.wait(WAIT) == 2
     kill = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
@@ -47,7 +49,7 @@ def test_the_status_is_the_commands() -> None:
         assert supervisor.wait(WAIT) == 128 + signal.SIGKILL
 
 
-def test_a_polite_end_is_passed_on() -> None:
+def test_sigterm_is_passed_on() -> None:
     code = "import signal, sys; signal.signal(signal.SIGTERM, lambda *_: sys.exit(7));"
     code += "print(0, flush=True); signal.pause()"
     with supervise(sys.executable, "-c", code) as supervisor:
@@ -56,20 +58,14 @@ def test_a_polite_end_is_passed_on() -> None:
         assert supervisor.wait(WAIT) == 7
 
 
-def test_nothing_outlives_the_owner() -> None:
-    with supervise(sys.executable, "-c", DEAF) as supervisor:
-        child = pid_of(supervisor)
-        assert alive(child)
-        assert end(supervisor) == -signal.SIGKILL
-    until(lambda: not alive(child), WAIT)
-
-
-def test_nothing_outlives_an_owner_that_ray_ended() -> None:
+@pytest.mark.parametrize("ray", [False, True], ids=["owner dies", "Ray ends it"])
+def test_process_ends_with_owner(ray: bool) -> None:
     """Ray kills the worker's own child first, and then the worker ends."""
     with supervise(sys.executable, "-c", DEAF) as relay:
         child = pid_of(relay)
-        relay.kill()
-        relay.wait(WAIT)
+        if ray:
+            relay.kill()
+            relay.wait(WAIT)
         assert alive(child)
         assert end(relay) == -signal.SIGKILL
     until(lambda: not alive(child), WAIT)

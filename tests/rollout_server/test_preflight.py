@@ -48,7 +48,7 @@ def edit_tensors(directory: Path, change: Callable[[dict[str, torch.Tensor]], ob
     save_file(tensors, directory / "model.safetensors")
 
 
-def test_fitting_drafts_pass(
+def test_eagle3_check_accepts_fitting_drafts(
     tmp_path: Path, policy_dir: Path, reduced: Path, draft_dir: Path
 ) -> None:
     SERVED["eagle3"].check(policy_dir, reduced)
@@ -59,7 +59,7 @@ def test_fitting_drafts_pass(
     SERVED["eagle3"].check(policy_dir, reduced)
 
 
-def test_a_policy_too_shallow_for_the_default_layers(
+def test_shallow_policy_needs_draft_that_names_its_layers(
     tmp_path: Path, policy_dir: Path, reduced: Path
 ) -> None:
     """It needs a draft that names its layers, and takes one that does."""
@@ -100,7 +100,7 @@ def test_a_policy_too_shallow_for_the_default_layers(
         (lambda d: edit_tensors(d, lambda t: t["t2d"].logical_not_()), "t2d"),
     ],
 )
-def test_a_draft_that_does_not_fit(
+def test_eagle3_check_refuses_unfit_draft(
     reduced: Path, policy_dir: Path, spoil: Callable[[Path], object], text: str
 ) -> None:
     spoil(reduced)
@@ -110,12 +110,12 @@ def test_a_draft_that_does_not_fit(
     assert refusal.value.next_step
 
 
-def test_a_policy_in_the_place_of_its_draft_is_said_to_be_a_model(policy_dir: Path) -> None:
+def test_eagle3_check_refuses_policy_as_draft(policy_dir: Path) -> None:
     with pytest.raises(RefusedError, match=r"language model \(10 layers.*draft-trainer init"):
         SERVED["eagle3"].check(policy_dir, policy_dir)
 
 
-def test_a_port_in_use() -> None:
+def test_control_port_in_use_is_refused() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -126,12 +126,12 @@ def test_a_port_in_use() -> None:
 
 
 @pytest.mark.parametrize("port", [-1, 65536])
-def test_a_port_that_none_can_have(port: int) -> None:
+def test_control_port_out_of_range_is_refused(port: int) -> None:
     with pytest.raises(RefusedError, match=f"--control-port: found {port}, expected 0 to 65535"):
         check_port_free("--control-port", "127.0.0.1", port)
 
 
-def test_an_environment_at_a_path_with_a_space(
+def test_environment_at_path_with_space_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first request for log-probs would end the engine; a link without a space will do."""
@@ -159,7 +159,7 @@ def test_an_environment_at_a_path_with_a_space(
 
 
 @pytest.mark.parametrize("name", ["PROMETHEUS_MULTIPROC_DIR", "prometheus_multiproc_dir"])
-def test_metrics_of_several_processes(
+def test_prometheus_multiproc_dir_is_refused(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """vLLM's ``/metrics`` would be without ours."""
@@ -170,7 +170,7 @@ def test_metrics_of_several_processes(
         check_metrics()
 
 
-def test_the_command_line_refuses_with_status_2(
+def test_refused_command_line_exits_with_status_2(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def refuse(arguments: list[str]) -> int:
@@ -182,7 +182,7 @@ def test_the_command_line_refuses_with_status_2(
     assert capsys.readouterr().err.startswith("rollout-server: MODEL: found nothing")
 
 
-def test_a_plug_in_without_the_mark_does_nothing() -> None:
+def test_plugin_without_mark_imports_nothing() -> None:
     """As in a user's own vLLM in the same environment; it must not even import torch."""
     code = (
         "import sys; from rollout_server import plugins; plugins.register_general();"
@@ -236,7 +236,7 @@ def quantized(policy_dir: Path, folder: Path, kind: str) -> Path:
         ("nested", ""),
     ],
 )
-async def test_quantized_and_nested_models_take_drafts_and_only_these(
+async def test_quantized_policy_takes_drafts_only(
     kind: str, found: str, tmp_path: Path, policy_dir: Path, reduced: Path
 ) -> None:
     model = quantized(policy_dir, tmp_path / kind, kind)
@@ -255,7 +255,7 @@ async def test_quantized_and_nested_models_take_drafts_and_only_these(
     assert control.state().draft_version == 0
 
 
-def test_a_quantized_draft_and_a_model_without_sizes_are_refused(
+def test_quantized_draft_and_policy_without_sizes_are_refused(
     tmp_path: Path, policy_dir: Path, reduced: Path
 ) -> None:
     edit_tensors(reduced, lambda t: t.update({"fc.weight": t["fc.weight"].to(torch.int8)}))

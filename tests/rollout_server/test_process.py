@@ -39,7 +39,7 @@ def descendants(pid: int) -> set[int]:
         found |= more
 
 
-def test_equal_heads_stay_apart_and_sigterm_leaves_nothing(  # type: ignore[no-untyped-def]
+def test_equal_heads_stay_apart_and_sigterm_cleans_up(  # type: ignore[no-untyped-def]
     serve, policy_dir: Path, tmp_path: Path
 ) -> None:
     policy = load(policy_dir)
@@ -70,7 +70,7 @@ def test_equal_heads_stay_apart_and_sigterm_leaves_nothing(  # type: ignore[no-u
     assert not held[0].parent.exists(), "staged weights are not left behind"
 
 
-def test_a_signal_during_start_up_is_not_lost(
+def test_sigterm_during_startup_ends_server(
     policy_dir: Path, draft_dir: Path, tmp_path: Path
 ) -> None:
     """vLLM's own handler raises where it gets swallowed: the server came up all the same."""
@@ -115,7 +115,7 @@ signal.raise_signal(signal.SIGTERM)
 """
 
 
-def test_a_signal_during_start_up_ends_the_workers_of_a_core_that_hangs() -> None:
+def test_sigterm_during_startup_ends_workers_of_hung_core() -> None:
     with subprocess.Popen(
         [sys.executable, "-c", LOADING], stdout=subprocess.PIPE, start_new_session=True
     ) as launcher:

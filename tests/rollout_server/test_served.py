@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,7 @@ from slipstream.checkpoints import TensorLayout, read_layout
 from slipstream.errors import RefusedError
 from slipstream.tensors import digest_of_specs, spec_of
 from slipstream.v1 import rollout_server_pb2 as pb
+from slipstream.v1 import tensor_pb2
 from tests.draft_trainer.rig import open_to_all
 from tests.policy_bridge.conftest import make_model
 
@@ -44,7 +46,12 @@ def write(directory: Path, tensors: dict[str, torch.Tensor] = HEAD, **changes: o
     return directory
 
 
-def test_the_kind_is_what_the_draft_is(tmp_path: Path, draft_dir: Path) -> None:
+def specs_of(tensors: dict[str, torch.Tensor]) -> list[tensor_pb2.TensorSpec]:
+    """In their order."""
+    return [spec_of(name, tensor) for name, tensor in tensors.items()]
+
+
+def test_draft_kind_is_inferred_from_checkpoint(tmp_path: Path, draft_dir: Path) -> None:
     assert served_by(None, draft_dir).name == "eagle3"
     head = write(tmp_path / "head")
     assert served_by(None, head).name == "mtp"
@@ -82,24 +89,7 @@ def test_the_kind_is_what_the_draft_is(tmp_path: Path, draft_dir: Path) -> None:
             served_by(kind, None)
 
 
-def test_what_vllm_is_told() -> None:
-    def config(kind: str) -> dict[str, object] | None:
-        return SERVED[kind].speculative_config(Path("d"), 3, "probabilistic")
-
-    assert config("mtp") == {
-        "method": "mtp",
-        "model": "d",
-        "num_speculative_tokens": 3,
-        "draft_sample_method": "probabilistic",
-    }
-    ngram = config("ngram")
-    assert ngram is not None
-    assert "model" not in ngram
-    assert (ngram["prompt_lookup_min"], ngram["prompt_lookup_max"]) == (2, 4)
-    assert config("none") is None
-
-
-def test_an_mtp_head_that_does_not_fit(tmp_path: Path) -> None:
+def test_mtp_check_refuses_unfit_head(tmp_path: Path) -> None:
     model, head = write(tmp_path / "model", POLICY | HEAD), write(tmp_path / "head")
     mtp = SERVED["mtp"]
     mtp.check(model, head)
@@ -122,7 +112,7 @@ def test_an_mtp_head_that_does_not_fit(tmp_path: Path) -> None:
         SERVED["ngram"].check(model, head)
 
 
-def test_the_head_of_glm_is_the_layer_after_the_policys(tmp_path: Path) -> None:
+def test_glm_head_is_layer_after_last_of_policy(tmp_path: Path) -> None:
     config, at = MODEL | {"model_type": "glm4_moe"}, "model.layers.2."
     head = {f"{at}eh_proj.weight": torch.zeros(8, 16), f"{at}mlp.gate.weight": torch.zeros(4, 8)}
     copy = {f"{at}shared_head.head.weight": torch.zeros(16, 8)}
@@ -139,7 +129,7 @@ def test_the_head_of_glm_is_the_layer_after_the_policys(tmp_path: Path) -> None:
     assert expected.layout.keys() == policy.keys()
 
 
-def test_a_draft_model_of_another_vocabulary(tmp_path: Path) -> None:
+def test_draft_model_check_refuses_other_vocabulary(tmp_path: Path) -> None:
     model, draft = write(tmp_path / "model", POLICY), write(tmp_path / "draft", POLICY)
     SERVED["draft_model"].check(model, draft)
     with pytest.raises(RefusedError, match="vocab_size: found 17"):
@@ -153,7 +143,7 @@ def test_a_draft_model_of_another_vocabulary(tmp_path: Path) -> None:
         )
 
 
-def test_a_draft_model_that_drafts_in_parallel(tmp_path: Path) -> None:
+def test_draft_model_with_pard_token_drafts_in_parallel(tmp_path: Path) -> None:
     model, draft = write(tmp_path / "model", POLICY), write(tmp_path / "draft", POLICY)
     served = SERVED["draft_model"]
     settings = served.speculative_config(draft, 3, "greedy")
@@ -167,7 +157,7 @@ def test_a_draft_model_that_drafts_in_parallel(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["mtp", "draft_model"])
-def test_a_path_by_which_vllm_would_choose_another_method(kind: str, tmp_path: Path) -> None:
+def test_check_refuses_path_that_names_other_method(kind: str, tmp_path: Path) -> None:
     tensors = HEAD if kind == "mtp" else POLICY
     model = write(tmp_path / "model", POLICY)
     for name, word in (("dm-DFlash-2", "dflash"), ("eagle3", "eagle3"), ("Eagle-x", "eagle-")):
@@ -177,7 +167,7 @@ def test_a_path_by_which_vllm_would_choose_another_method(kind: str, tmp_path: P
     SERVED[kind].check(model, write(tmp_path / "eagle", tensors))
 
 
-def test_a_dflash_draft_that_does_not_fit(tmp_path: Path) -> None:
+def test_dflash_check_refuses_unfit_draft(tmp_path: Path) -> None:
     model, dflash = write(tmp_path / "model", POLICY), SERVED["dflash"]
     tensors = {"fc.weight": torch.zeros(8, 16), "layers.0.mlp.up_proj.weight": torch.zeros(8, 8)}
     block = {"mask_token_id": 15, "target_layer_ids": [0, 1]}
@@ -206,10 +196,10 @@ def test_a_dflash_draft_that_does_not_fit(tmp_path: Path) -> None:
         dflash.check(model, tmp_path / "draft")
 
 
-def test_stages_of_an_mtp_head_and_of_its_policy(tmp_path: Path) -> None:
+def test_mtp_stages_separate_head_and_policy(tmp_path: Path) -> None:
     model = write(tmp_path / "model", POLICY | HEAD)
     store = ContentStore(tmp_path, 1 << 20)
-    specs = [spec_of(name, tensor) for name, tensor in HEAD.items()]
+    specs = specs_of(HEAD)
     draft = Weights.of(DRAFT, 0, specs, store)
     seen = Description(True, ("lm_head.weight",), "float32")
     expected = _expected_draft(draft, seen, SERVED["mtp"])
@@ -219,42 +209,40 @@ def test_stages_of_an_mtp_head_and_of_its_policy(tmp_path: Path) -> None:
             expected.check([*specs, spec_of(name.removeprefix("model."), tensor)])
     # A training loop has no head: its policy is the rest of the checkpoint.
     policy = _expected_policy(read_layout(model), seen, SERVED["mtp"], MODEL)
-    whole = [spec_of(name, tensor) for name, tensor in POLICY.items()]
+    whole = specs_of(POLICY)
     policy.check(whole)
     with pytest.raises(RefusedError, match=r"mtp.fc.weight"):
         policy.check([*whole, specs[0]])
 
 
-@pytest.mark.parametrize("kind", [kind for kind in SERVED if kind != "mtp"])
-def test_a_policy_comes_with_or_without_an_mtp_head_that_does_not_draft(
-    kind: str, tmp_path: Path
+BUFFERS = {
+    f"model.layers.0.self_attn.rotary_emb.{name}": torch.zeros(4)
+    for name in ("inv_freq", "cos_cached", "sin_cached")
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "optional"),
+    [(kind, HEAD) for kind in SERVED if kind != "mtp"] + [("none", BUFFERS), ("mtp", BUFFERS)],
+)
+def test_policy_stage_may_omit_what_vllm_does_not_serve(
+    kind: str, optional: dict[str, torch.Tensor], tmp_path: Path
 ) -> None:
-    layout = read_layout(write(tmp_path / "model", POLICY | HEAD))
+    """An MTP head that does not draft, and the rotary buffers of an older checkpoint."""
+    layout = read_layout(write(tmp_path / "model", POLICY | optional))
     seen = Description(False, (), "float32")
     expected = _expected_policy(layout, seen, SERVED[kind], MODEL)
-    for tensors in (POLICY, POLICY | HEAD):
-        specs = [spec_of(name, tensor) for name, tensor in tensors.items()]
+    for tensors in (POLICY, POLICY | optional):
+        specs = specs_of(tensors)
         assert expected.check(specs) == specs
-    with pytest.raises(RefusedError, match=r"mtp\.norm\.weight\].shape"):
-        expected.check([*specs[:-1], spec_of("mtp.norm.weight", torch.zeros(2))])
+    *most, last = specs
+    with pytest.raises(RefusedError, match=rf"{re.escape(last.name)}\].shape"):
+        expected.check([*most, spec_of(last.name, torch.zeros(2))])
     with pytest.raises(RefusedError, match=r"1 missing: model\.embed_tokens\.weight"):
         expected.check(specs[1:])
 
 
-@pytest.mark.parametrize("kind", ["none", "mtp"])
-def test_a_policy_comes_with_or_without_the_buffers_of_an_older_checkpoint(
-    kind: str, tmp_path: Path
-) -> None:
-    at = "model.layers.0.self_attn.rotary_emb."
-    buffers = {f"{at}{name}": torch.zeros(4) for name in ("inv_freq", "cos_cached", "sin_cached")}
-    layout = read_layout(write(tmp_path / "model", POLICY | buffers))
-    expected = _expected_policy(layout, Description(False, (), "float32"), SERVED[kind], MODEL)
-    for tensors in (POLICY, POLICY | buffers):
-        specs = [spec_of(name, tensor) for name, tensor in tensors.items()]
-        assert expected.check(specs) == specs
-
-
-def test_a_text_policy_for_a_multimodal_checkpoint_is_told_which_class_to_load() -> None:
+def test_text_policy_for_multimodal_checkpoint_is_refused() -> None:
     """And one that lacks a tensor of a tower that it has is told of the tensor."""
     names = ["model.visual.merger.weight", "model.visual.proj.weight", "model.norm.weight"]
     expected = Expected("policy", dict.fromkeys(names, TensorLayout("float32", (2,))), "float32")
@@ -294,7 +282,7 @@ def staged(
     async def begin() -> tuple[Weights, Upload]:
         settings = Settings(folder, None, open_to_all(), draft_kind="none")
         _, service = await plane(settings, tied)
-        specs = [spec_of(name, tensor) for name, tensor in tensors.items()]
+        specs = specs_of(tensors)
         header = pb.StageHeader(stage_id="policy-1", version=1, tensors=specs)
         return await service._begin(header, POLICY_KIND)
 
@@ -303,7 +291,7 @@ def staged(
 
 
 @pytest.mark.parametrize("stored", [False, True])
-def test_a_tied_policy_is_pushed_with_and_without_its_lm_head(stored: bool, tmp_path: Path) -> None:
+def test_tied_policy_stage_with_and_without_lm_head(stored: bool, tmp_path: Path) -> None:
     """Gathered on the host, or tensor by tensor, its lm_head has memory of its own."""
     model = make_model(tied=True)
     plain = policy_tensors(model, "bfloat16")
@@ -323,21 +311,21 @@ def test_a_tied_policy_is_pushed_with_and_without_its_lm_head(stored: bool, tmp_
 
 
 @pytest.mark.parametrize("stored", [False, True])
-def test_a_tied_draft_model_may_store_its_lm_head(stored: bool, tmp_path: Path) -> None:
+def test_tied_draft_model_stage_with_and_without_lm_head(stored: bool, tmp_path: Path) -> None:
     """The trainer's releases of it do not."""
     plain = {"model.embed_tokens.weight": torch.ones(16, 8), "model.norm.weight": torch.ones(8)}
     both = plain | {"lm_head.weight": torch.ones(16, 8)}
     store = ContentStore(tmp_path, 1 << 20)
-    first = [spec_of(name, tensor) for name, tensor in (both if stored else plain).items()]
+    first = specs_of(both if stored else plain)
     seen = Description(False, (), "float32", tied=(DRAFT,))
     expected = _expected_draft(Weights.of(DRAFT, 0, first, store), seen, SERVED["draft_model"])
     for tensors in (plain, both):
-        specs = [spec_of(name, tensor) for name, tensor in tensors.items()]
+        specs = specs_of(tensors)
         assert [spec.name for spec in expected.check(specs)] == [*plain]
 
 
 @pytest.mark.parametrize("tied", [(), (DRAFT,)])
-def test_a_first_draft_is_held_as_it_would_be_staged(tied: tuple[str, ...], tmp_path: Path) -> None:
+def test_first_draft_is_held_without_tied_lm_head(tied: tuple[str, ...], tmp_path: Path) -> None:
     """Without a tied lm_head: it is release 0 of a trainer that has the same checkpoint."""
     names = ["lm_head.weight", "model.embed_tokens.weight", "model.norm.weight"]
     draft = write(tmp_path / "draft", {name: torch.ones(16, 8) for name in names})
@@ -346,11 +334,11 @@ def test_a_first_draft_is_held_as_it_would_be_staged(tied: tuple[str, ...], tmp_
     control, _ = asyncio.run(plane(settings, tied))
     held = names[1:] if tied else names
     assert [tensor.name for tensor in control.live[DRAFT].source.tensors] == held
-    staged_ones = [spec_of(name, torch.ones(16, 8)) for name in held]
+    staged_ones = specs_of({name: torch.ones(16, 8) for name in held})
     assert control.state().draft_sha256 == digest_of_specs(staged_ones)
 
 
-def test_a_first_draft_leaves_to_the_policy_what_is_the_policys(tmp_path: Path) -> None:
+def test_first_draft_is_held_without_shared_embeddings(tmp_path: Path) -> None:
     """To go back to it by loading it would write the embeddings of its checkpoint into the policy.
     Other trainers save a copy of them, which vLLM takes for the policy's own."""
     tensors = {name: torch.ones(16, 8) for name in ("embed_tokens.weight", "fc.weight")}
@@ -361,7 +349,7 @@ def test_a_first_draft_leaves_to_the_policy_what_is_the_policys(tmp_path: Path) 
         assert [tensor.name for tensor in control.live[DRAFT].source.tensors] == held
 
 
-def test_an_lm_head_that_is_served_beside_the_embeddings_is_required(tmp_path: Path) -> None:
+def test_untied_policy_stage_requires_lm_head(tmp_path: Path) -> None:
     """Whatever config.json says: vLLM serves one that the checkpoint has and that differs."""
     whole = policy_tensors(make_model(), "bfloat16")
     folder = write(tmp_path / "model", whole, tie_word_embeddings=True)
@@ -371,7 +359,7 @@ def test_an_lm_head_that_is_served_beside_the_embeddings_is_required(tmp_path: P
         staged(folder, (), whole)
 
 
-def test_nothing_is_staged_where_there_is_no_draft() -> None:
+def test_draft_stage_is_refused_without_draft_weights() -> None:
     expected = _expected_draft(
         Weights(DRAFT, 0, WeightSource()), Description(False, (), "float32"), SERVED["ngram"]
     )
@@ -380,7 +368,7 @@ def test_nothing_is_staged_where_there_is_no_draft() -> None:
             expected.check(specs)
 
 
-def test_shared_memory_is_fine_where_no_stage_writes() -> None:
+def test_shared_parameters_are_refused_if_stages_write_them() -> None:
     shared = Description(True, ("lm_head.weight",), "float32")
     refuse_shared(shared, SERVED["mtp"])
     of_glm = Description(True, ("model.layers.2.shared_head.head.weight",), "float32")
@@ -409,7 +397,7 @@ class Fused(nn.Module):
         self._cos_sin = self.table.cos_sin
 
 
-def test_tensors_that_vllm_derives_are_found_and_refused() -> None:
+def test_unaccounted_derived_tensors_are_refused() -> None:
     policy = nn.Linear(4, 4)
     policy._packed = torch.zeros(4)
     draft = Fused(policy)
@@ -421,7 +409,7 @@ def test_tensors_that_vllm_derives_are_found_and_refused() -> None:
         refuse_shared(Description(True, (), "float32", tuple(found)), SERVED["mtp"])
 
 
-def test_a_qwen3_next_model_without_experts_is_taken() -> None:
+def test_dense_qwen3_next_is_accepted() -> None:
     """The first half fails on a vLLM that takes it: then the workaround can go."""
     from vllm.model_executor.models import ModelRegistry
     from vllm.model_executor.models.qwen3_next import QwenNextMixtureOfExperts

@@ -96,7 +96,7 @@ def plane(tmp_path: Path) -> Iterator[Plane]:
         yield plane
 
 
-def test_a_policy_that_a_killed_job_left_makes_room_for_the_next(plane: Plane) -> None:
+def test_policy_stage_of_killed_job_is_evicted(plane: Plane) -> None:
     plane.push("policy-1-live", 1)
     plane.commit("policy-1-live")
     plane.push("policy-2-killed", 2)
@@ -107,7 +107,7 @@ def test_a_policy_that_a_killed_job_left_makes_room_for_the_next(plane: Plane) -
     assert (state.draft_version, state.policy_version, list(state.staged)) == (1, 3, [])
 
 
-def test_policies_of_a_transfer_engine_do_not_pile_up(plane: Plane) -> None:
+def test_external_policy_stages_do_not_accumulate(plane: Plane) -> None:
     for version in range(MAX_STAGED + 1):
         header = pb.StageHeader(
             stage_id=f"policy-{version}",
@@ -119,7 +119,7 @@ def test_policies_of_a_transfer_engine_do_not_pile_up(plane: Plane) -> None:
     assert plane.staged() == [f"policy-{MAX_STAGED}"]
 
 
-def test_a_draft_that_cannot_be_prepared_is_logged_once_per_reason(
+def test_unprepared_draft_is_logged_once_per_reason(
     plane: Plane, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING, "rollout_server.service"):
@@ -133,7 +133,7 @@ def test_a_draft_that_cannot_be_prepared_is_logged_once_per_reason(
     ]
 
 
-def test_a_server_whose_weights_are_unknown_stops_without_another_look_at_its_health(
+def test_unknown_weights_stop_server_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     signals: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
@@ -148,7 +148,7 @@ def test_a_server_whose_weights_are_unknown_stops_without_another_look_at_its_he
 
 
 @pytest.mark.parametrize("interval_ms", [1, 3_600_000])
-def test_a_trainer_that_only_watches_keeps_its_servers(
+def test_watching_trainer_keeps_its_claim(
     plane: Plane, monkeypatch: pytest.MonkeyPatch, interval_ms: int
 ) -> None:
     """While it stages for long, or looks at them once in a while; also where nothing is drafted."""
@@ -175,7 +175,7 @@ def test_a_trainer_that_only_watches_keeps_its_servers(
     reports.cancel()
 
 
-def test_what_changes_in_the_pause_after_a_report_is_reported(
+def test_change_during_watch_interval_is_reported(
     plane: Plane, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     control, pauses = plane.server._control, list[str]()

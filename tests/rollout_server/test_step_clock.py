@@ -66,14 +66,14 @@ def core(monkeypatch: pytest.MonkeyPatch) -> Core:
     return Core(monkeypatch)
 
 
-def test_every_decode_step_of_a_server_without_a_draft_is_plain(core: Core) -> None:
+def test_decode_steps_without_draft_are_plain(core: Core) -> None:
     core.scheduler.num_spec_tokens = 0
     core.step(1.0, [0, 0], new=True)
     core.step(0.5, [0, 0])
     assert core.sums == {("mixed", 2, 0): (1, 1.0), ("plain", 2, 0): (1, 0.5)}
 
 
-def test_steps_by_kind_and_size(core: Core) -> None:
+def test_steps_are_summed_by_kind_and_size(core: Core) -> None:
     core.step(1.0, [0, 0], new=True)
     core.step(2.0, [3, 3])
     core.step(2.5, [3, 2])
@@ -88,12 +88,12 @@ def test_steps_by_kind_and_size(core: Core) -> None:
     }
 
 
-def test_a_step_without_drafts_is_not_plain_while_drafts_are_made(core: Core) -> None:
+def test_step_without_drafts_is_mixed_while_drafting(core: Core) -> None:
     core.step(1.0, [0], planned=3)
     assert core.sums == {("mixed", 1, 0): (1, 1.0)}
 
 
-def test_steps_count_by_draft_length_when_it_stays(core: Core) -> None:
+def test_steps_are_summed_by_constant_draft_length(core: Core) -> None:
     core.step(1.0, [3, 3])
     core.step(2.0, [3, 3], planned=1)
     core.step(4.0, [1, 1])
@@ -107,7 +107,7 @@ def test_steps_count_by_draft_length_when_it_stays(core: Core) -> None:
     }
 
 
-def test_a_step_lasts_from_output_to_output_while_the_engine_is_busy(core: Core) -> None:
+def test_busy_step_lasts_from_output_to_output(core: Core) -> None:
     core.step(1.0, [3])
     core.now += 0.25
     core.step(1.0, [3], left=False)
@@ -120,15 +120,22 @@ def test_a_step_lasts_from_output_to_output_while_the_engine_is_busy(core: Core)
     assert core.sums["speculative", 1, 3] == (4, 4.25), "an empty step says that it was idle"
 
 
-def test_an_interrupted_step_begins_anew(core: Core) -> None:
+@pytest.mark.parametrize("pause", [False, True])
+def test_interrupted_step_is_not_timed(core: Core, pause: bool) -> None:
+    """By a worker call, or by a pause."""
     core.step(1.0, [3])
-    core.now += 5.0
-    core.clock.interrupted()
+    if pause:
+        core.scheduler.set_pause_state("PAUSED_ALL")
+    core.now += 60.0
+    if pause:
+        core.scheduler.set_pause_state("UNPAUSED")
+    else:
+        core.clock.interrupted()
     core.step(1.0, [3])
     assert core.sums == {("speculative", 1, 3): (2, 2.0)}
 
 
-def test_what_was_in_flight_at_a_worker_call_is_not_timed(core: Core) -> None:
+def test_step_in_flight_at_worker_call_is_not_timed(core: Core) -> None:
     """With asynchronous scheduling its output waits for the engine after the call."""
     core.switch.enabled = False
     core.step(1.0, [0, 0])
@@ -140,12 +147,3 @@ def test_what_was_in_flight_at_a_worker_call_is_not_timed(core: Core) -> None:
     assert core.sums == {("plain", 2, 0): (1, 1.0)}
     core.step(2.0, [3, 3])
     assert core.sums == {("plain", 2, 0): (1, 1.0), ("speculative", 2, 3): (1, 2.0)}
-
-
-def test_a_pause_is_not_a_step(core: Core) -> None:
-    core.step(1.0, [3])
-    core.scheduler.set_pause_state("PAUSED_ALL")
-    core.now += 60.0
-    core.scheduler.set_pause_state("UNPAUSED")
-    core.step(1.0, [3])
-    assert core.sums == {("speculative", 1, 3): (2, 2.0)}

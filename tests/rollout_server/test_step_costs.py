@@ -29,7 +29,7 @@ class Source:
         return {("speculative", 1, 3): StepSum(self.asked, 1.0)}
 
 
-def test_an_engine_that_generates_nothing_is_not_asked() -> None:
+def test_idle_engine_is_not_asked_for_step_sums() -> None:
     source, tracker, costs = Source(), AcceptanceTracker(), StepCosts()
     watch = CostWatch(source.step_sums, tracker, costs)
 
@@ -46,7 +46,7 @@ def test_an_engine_that_generates_nothing_is_not_asked() -> None:
     assert costs.sums == {("speculative", 1, 3): StepSum(1, 1.0)}
 
 
-def test_watchers_are_told_of_an_engine_that_works_without_drafts() -> None:
+def test_watchers_wake_for_engine_steps_without_drafts() -> None:
     source, tracker = Source(), AcceptanceTracker()
     watch = CostWatch(source.step_sums, tracker, StepCosts())
     tracker.start(0)
@@ -60,7 +60,7 @@ def test_watchers_are_told_of_an_engine_that_works_without_drafts() -> None:
     assert asyncio.run(look())
 
 
-def test_a_slow_engine_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_step_sums_are_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rollout_server.step_costs.READ_SECONDS", 0.0)
     source, tracker = Source(), AcceptanceTracker()
     tracker.start(0)
@@ -105,7 +105,9 @@ class Drafting:
         self.turned.append(False)
 
 
-def probed(monkeypatch: pytest.MonkeyPatch, plain: bool) -> tuple[Drafting, StepCosts]:
+@pytest.mark.parametrize("plain", [True, False])
+def test_plain_steps_are_probed_once_per_size(monkeypatch: pytest.MonkeyPatch, plain: bool) -> None:
+    """Also where the probe finds none."""
     monkeypatch.setattr("rollout_server.step_costs.PROBE_SECONDS", 0.05)
     tracker, costs = AcceptanceTracker(), StepCosts()
     tracker.start(0)
@@ -119,25 +121,15 @@ def probed(monkeypatch: pytest.MonkeyPatch, plain: bool) -> tuple[Drafting, Step
             await watch.probe()
 
     asyncio.run(look_twice())
-    return engine, costs
-
-
-def test_plain_steps_are_probed_once_for_a_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine, costs = probed(monkeypatch, plain=True)
     assert engine.turned == [True, False]
-    assert engine.steps == {"speculative": 40, "plain": 20}
-    assert costs.break_even == pytest.approx(1.0)
+    if plain:
+        assert engine.steps == {"speculative": 40, "plain": 20}
+        assert costs.break_even == pytest.approx(1.0)
+    else:
+        assert costs.break_even is None and costs.unknown_size == 4
 
 
-def test_a_probe_that_finds_nothing_is_not_repeated_at_once(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    engine, costs = probed(monkeypatch, plain=False)
-    assert engine.turned == [True, False]
-    assert costs.break_even is None and costs.unknown_size == 4
-
-
-def test_a_plain_cost_is_measured_again_after_an_hour() -> None:
+def test_plain_cost_is_measured_again_after_an_hour() -> None:
     """Contexts grow over a run. What was measured before counts until enough is known anew."""
     costs, live = StepCosts(), pb.AcceptanceCounters()
     plain = speculative = StepSum()
@@ -155,7 +147,7 @@ def test_a_plain_cost_is_measured_again_after_an_hour() -> None:
         assert costs.break_even == pytest.approx(0.04 / cost)
 
 
-def test_an_idle_server_goes_on_drafting(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_idle_server_is_not_probed(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("READ_SECONDS", "PROBE_SECONDS", "PROBE_EVERY_SECONDS"):
         monkeypatch.setattr(f"rollout_server.step_costs.{name}", 0.0)
     tracker, costs, rounds = AcceptanceTracker(), StepCosts(), asyncio.Semaphore(0)
@@ -181,7 +173,7 @@ def test_an_idle_server_goes_on_drafting(monkeypatch: pytest.MonkeyPatch) -> Non
     assert tracker.speed_up is None, "nothing is drafted"
 
 
-def test_sizes_are_few_and_close() -> None:
+def test_rounded_batch_sizes_are_few_and_close() -> None:
     sizes = {rounded_up(requests) for requests in range(1, 257)}
     assert sorted(sizes) == [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256]
     assert all(n <= rounded_up(n) < 1.5 * n + 1 for n in range(1, 257))

@@ -25,7 +25,7 @@ def put(store: ContentStore, name: str, values: int = 25) -> Key:
     return key
 
 
-def test_the_least_recently_used_leaves_first_and_retained_never(tmp_path: Path) -> None:
+def test_store_evicts_least_recently_used_never_retained(tmp_path: Path) -> None:
     store = ContentStore(tmp_path, 300)
     a, b, c = (put(store, name) for name in "abc")
     store.retain([a])
@@ -41,14 +41,14 @@ def test_the_least_recently_used_leaves_first_and_retained_never(tmp_path: Path)
     assert c not in store
 
 
-def test_a_refused_stage_leaves_nothing(tmp_path: Path) -> None:
+def test_dropped_content_leaves_no_file(tmp_path: Path) -> None:
     store = ContentStore(tmp_path, 300)
     key = put(store, "a")
     store.drop([key])
     assert store.bytes == 0 and list(tmp_path.iterdir()) == []
 
 
-def test_workers_read_what_was_written(tmp_path: Path) -> None:
+def test_weight_source_reads_stored_tensors(tmp_path: Path) -> None:
     store = ContentStore(tmp_path, 10_000)
     tensor = torch.randn(5, 7).bfloat16()
     key = Key("x", "bfloat16", 70)
@@ -73,7 +73,7 @@ def test_workers_read_what_was_written(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("shared", [True, False], ids=["shared memory", "TMPDIR"])
-def test_what_a_killed_server_left_is_swept_and_a_living_ones_stays(
+def test_store_directory_of_killed_server_is_swept(
     shared: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, other = tmp_path / "folder", tmp_path / "other"
@@ -99,7 +99,7 @@ def test_what_a_killed_server_left_is_swept_and_a_living_ones_stays(
     assert (living / "tensor").exists()
 
 
-def test_what_a_server_of_another_host_has_in_a_shared_tmpdir_stays(
+def test_store_directory_of_other_host_is_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A lock on a shared file system may hold on its own host alone."""

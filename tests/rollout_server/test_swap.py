@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import threading
 import weakref
 from collections.abc import Iterable
 from pathlib import Path
@@ -14,161 +13,93 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from rollout_server.reload import Change, LiveModel, apply_all, load
-from rollout_server.standby import ASLEEP, DIFFERS, READY, SAME, WORKING, ReadBack, Standby
-from rollout_server.store import Key, StagedTensor, WeightSource
+from rollout_server.reload import Change, LiveModel, apply_all
+from rollout_server.standby import ASLEEP, DIFFERS, READY, SAME
+from rollout_server.store import WeightSource
 from rollout_server.swap import NotSwappableError, StandbyCopy, pairs_of, swap_contents
 from rollout_server.worker import WorkerHooks, slipstream_read_back, watch_sleep
+from tests.rollout_server.drafts import (
+    Drafts,
+    check_failed_commits,
+    check_swaps,
+    different,
+    join,
+    prepared,
+    ready,
+    torn_weights,
+)
 
 
-class Drafts:
-    """vLLM's draft of the first release, loaded outside an engine, and releases for it."""
-
-    def __init__(self, policy_dir: Path, releases: list[Path], method: str = "eagle3") -> None:
-        from vllm.engine.arg_utils import EngineArgs
-        from vllm.model_executor.model_loader.utils import (
-            initialize_model,
-            process_weights_after_loading,
-        )
-        from vllm.utils.torch_utils import set_default_torch_dtype
-
-        self.config: Any = EngineArgs(
-            model=str(policy_dir),
-            dtype="bfloat16",
-            max_model_len=256,
-            enforce_eager=True,
-            skip_tokenizer_init=True,
-            speculative_config={
-                "method": method,
-                "model": str(releases[0]),
-                "num_speculative_tokens": 3,
-            },
-        ).create_engine_config()
-        self.model_config = self.config.speculative_config.draft_model_config
-        self.sources = [WeightSource(str(path)) for path in releases]
-        with self.current(), torch.device("cpu"), set_default_torch_dtype(torch.bfloat16):
-            _one_process()
-            self.draft: nn.Module = initialize_model(self.config, model_config=self.model_config)
-            self.draft.load_weights(self.sources[0].weights())  # type: ignore[operator]
-            process_weights_after_loading(self.draft, self.model_config, torch.device("cpu"))
-        self.policy = nn.Module()
-        # As a draft without embed_tokens gets it: the verifier's own module.
-        self.policy.embed_tokens = self.draft.model.embed_tokens  # type: ignore[union-attr]
-
-    def current(self) -> Any:
-        """vLLM's configuration of the moment, as a worker call has it."""
-        from vllm.config import set_current_vllm_config
-
-        return set_current_vllm_config(self.config)
-
-    def standby(self) -> Standby:
-        """New copies, of none yet; the live draft counts as committed."""
-        self.read_back = ReadBack(lambda: self.policy, lambda: self.draft)
-        return Standby(lambda: self.policy, lambda: self.draft, self.read_back)
-
-    def reload(self, release: int) -> None:
-        """vLLM's own way."""
-        with self.current():
-            load(self.draft, self.model_config, self.sources[release].weights())
-
-    def outputs(self) -> dict[str, torch.Tensor]:
-        """Every parameter that is left after packing, and what every packed matrix gives."""
-        found = {
-            name: parameter.detach().clone()
-            for name, parameter in self.draft.named_parameters()
-            if parameter.numel() and "embed_tokens" not in name
-        }
-        generator = torch.Generator().manual_seed(0)
-        for name, module in self.draft.named_modules():
-            if "cpu_linear" in module.__dict__ and "embed_tokens" not in name:
-                width = getattr(module, "input_size", None) or self.model_config.get_hidden_size()
-                # A router's is in float32.
-                dtype = getattr(module, "params_dtype", torch.bfloat16)
-                x = torch.randn(3, width, generator=generator).to(dtype)
-                found[f"{name}(x)"] = module.cpu_linear(x, module.weight, None)  # type: ignore[operator]
-        return found
-
-
-def _one_process() -> None:
-    from vllm.distributed import ensure_model_parallel_initialized, init_distributed_environment
-
-    init_distributed_environment(1, 0, "tcp://127.0.0.1:0", 0, "gloo")
-    ensure_model_parallel_initialized(1, 1)
-
-
-def ready(standby: Standby, source: WeightSource, keep: WeightSource | None = None) -> None:
-    """Prepare and wait for the thread."""
-    while (state := standby.prepare(source, keep)) == WORKING:
-        join()
-    assert state == READY, state
-
-
-def join() -> None:
-    """Wait for the threads that prepare."""
-    for thread in threading.enumerate():
-        if thread.name == "slipstream-prepare":
-            thread.join(60)
-
-
-def torn_weights(drafts: Drafts) -> WeightSource:
-    """One of whose tensors is gone."""
-    [fc] = [t for n, t in drafts.sources[0].weights() if n == "fc.weight"]
-    gone = drafts.sources[0].directory + "/gone"
-    key = Key("0" * 64, "float32", 4 * fc.numel())
-    return WeightSource(tensors=(StagedTensor("fc.weight", key, tuple(fc.shape), gone),))
-
-
-def different(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> list[str]:
-    """Names of tensors that are not bitwise equal."""
-    assert one.keys() == other.keys()
-    return [name for name in one if not torch.equal(one[name], other[name])]
-
-
-def test_contents_are_swapped_both_ways() -> None:
-    """On both sides of the size up to which contents are copied, and for views of others."""
-    for size in (1, 1 << 12, 1 << 15):
-        base = torch.arange(2.0 * size)
-        live, standby = base[::2], torch.full((2 * size,), -1.0)[::2]
-        expected = live.clone()
-        swap_contents([(live, standby)])
-        assert torch.equal(live, torch.full((size,), -1.0)) and torch.equal(standby, expected)
-
-
-def test_a_swap_is_a_reload(drafts: Drafts) -> None:
+def test_swap_equals_reload(drafts: Drafts) -> None:
     expected = []
     for release in range(3):
         drafts.reload(release)
         expected.append(drafts.outputs())
     assert len(different(expected[0], expected[1])) >= 6
     drafts.reload(0)
-    objects = {name: id(parameter) for name, parameter in drafts.draft.named_parameters()}
-    standby = drafts.standby()
-    zero, one, two = drafts.sources
-    ready(standby, one)
-    assert not different(drafts.outputs(), expected[0]), "preparing changes nothing"
-    assert standby.swap(one, zero)
-    assert not different(drafts.outputs(), expected[1])
-    assert drafts.read_back.check() == SAME, "the hashes taken before are those of what arrived"
-    ready(standby, zero)
-    # What was live is ready, whatever is prepared meanwhile.
-    ready(standby, two, keep=zero)
-    assert standby.swap(zero, one)
-    assert not different(drafts.outputs(), expected[0])
-    assert drafts.read_back.check() == SAME
-    ready(standby, one)
-    ready(standby, two, keep=one)
-    assert standby.swap(two, zero)
-    assert not different(drafts.outputs(), expected[2])
-    assert {name: id(p) for name, p in drafts.draft.named_parameters()} == objects
-    # Swap and reload can follow one another.
-    drafts.reload(1)
-    standby.drop()
-    drafts.read_back.record()
-    ready(standby, zero)
-    assert standby.swap(zero, one) and not different(drafts.outputs(), expected[0])
+    check_swaps(drafts, expected, drafts.draft.model.norm.weight)  # type: ignore[arg-type,union-attr]
 
 
-def test_what_a_swap_replaced_is_ready_without_being_loaded_again(drafts: Drafts) -> None:
+def test_failed_commit_reverts_draft(drafts: Drafts) -> None:
+    drafts.reload(0)
+    check_failed_commits(drafts)
+
+
+@pytest.mark.parametrize("size", [8, 1 << 15], ids=["copied", "memory exchanged"])
+def test_swap_exchanges_tied_tensors_once(size: int) -> None:
+    """Swapped again under its second name, a tied matrix of the draft would be the old one."""
+    live, standby = torch.arange(2.0 * size)[::2], torch.full((2 * size,), -1.0)[::2]
+    tied, tied_standby, expected = live.data, standby.data, live.clone()
+    swap_contents([(live, standby), (tied, tied_standby)])
+    for one, other in ((live, standby), (tied, tied_standby)):
+        assert bool((one == -1).all()) and torch.equal(other, expected)
+    live[0] = 5.0
+    assert tied[0] == 5.0, "it is still one tensor"
+
+
+class Layer(nn.Module):
+    """A draft of one layer, whose loader writes to the layer and not to what it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(4), requires_grad=False)
+        self.weight.weight_loader = self.load_weight  # type: ignore[attr-defined]
+
+    def load_weight(self, parameter: torch.Tensor, loaded: torch.Tensor) -> None:
+        self.weight.data.copy_(loaded)
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for name, tensor in weights:
+            parameter: Any = getattr(self, name)
+            parameter.weight_loader(parameter, tensor)
+
+
+@pytest.mark.parametrize("recorded", [True, False])
+def test_standby_copy_loads_through_its_own_layers(recorded: bool) -> None:
+    """Through those of the live draft a stage would change the draft that is being served."""
+    from vllm.model_executor.model_loader.reload.layerwise import record_metadata_for_reloading
+
+    live = Layer()
+    if recorded:
+        record_metadata_for_reloading(live)
+    copy = StandbyCopy(nn.Module(), live)
+    copy.load([("weight", torch.ones(4))])
+    assert not live.weight.any()
+    [(mine, standby)] = copy.pairs()
+    assert mine is live.weight and bool((standby == 1).all())
+
+
+def test_prepare_refuses_checkpoint_without_part_of_matrix(drafts: Drafts, tmp_path: Path) -> None:
+    """Of a fused matrix the part that is missing would be served as zeros."""
+    weights = {n: t for n, t in drafts.sources[1].weights() if "v_proj" not in n}
+    assert len(weights) == len([*drafts.sources[1].weights()]) - 1
+    save_file(weights, tmp_path / "model.safetensors")
+    standby, partial = drafts.standby(), WeightSource(str(tmp_path))
+    assert "elements are in no tensor of the checkpoint" in prepared(standby, partial)
+    assert not standby.swap(partial, drafts.sources[0])
+
+
+def test_replaced_draft_is_ready_to_swap_back(drafts: Drafts) -> None:
     """Small tensors are copied, large ones exchange their memory; both go both ways."""
     drafts.reload(0)
     standby = drafts.standby()
@@ -188,7 +119,7 @@ def test_what_a_swap_replaced_is_ready_without_being_loaded_again(drafts: Drafts
     assert not different(drafts.outputs(), before)
 
 
-def test_at_most_two_copies_are_ready(drafts: Drafts) -> None:
+def test_standby_keeps_at_most_two_copies(drafts: Drafts) -> None:
     standby = drafts.standby()
     zero, one, two = drafts.sources
     for source in (one, two, zero):
@@ -204,7 +135,7 @@ def test_at_most_two_copies_are_ready(drafts: Drafts) -> None:
     assert standby.swap(zero, zero) and not standby.swap(zero, zero)
 
 
-def test_a_copy_that_is_dropped_leaves_its_memory_at_once(
+def test_dropped_standby_copy_frees_memory_at_once(
     drafts: Drafts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """vLLM freezes Python's collector: what waits for it stays on the device."""
@@ -232,8 +163,7 @@ def test_a_copy_that_is_dropped_leaves_its_memory_at_once(
             assert standby.swap(new, old)
             join()
         assert alive() == [False, False, True], "only what was live last is kept"
-        while standby.prepare(torn_weights(drafts), two) == WORKING:
-            join()
+        prepared(standby, torn_weights(drafts), keep=two)
         assert alive() == [False, False, True, True]
         standby.drop()
         assert alive() == [False] * 4
@@ -241,7 +171,7 @@ def test_a_copy_that_is_dropped_leaves_its_memory_at_once(
         gc.enable()
 
 
-def test_what_another_writer_left_does_not_come_back(drafts: Drafts) -> None:
+def test_overwritten_draft_is_not_swapped_back(drafts: Drafts) -> None:
     drafts.reload(1)
     first = drafts.outputs()
     standby = drafts.standby()
@@ -255,7 +185,7 @@ def test_what_another_writer_left_does_not_come_back(drafts: Drafts) -> None:
     assert not different(drafts.outputs(), first)
 
 
-def test_a_draft_whose_vocabulary_was_lost_is_healed(drafts: Drafts) -> None:
+def test_commit_heals_lost_draft_vocabulary(drafts: Drafts) -> None:
     drafts.reload(0)
     before, zero = drafts.outputs(), drafts.sources[0]
     d2t = drafts.draft.draft_id_to_target_id
@@ -266,32 +196,12 @@ def test_a_draft_whose_vocabulary_was_lost_is_healed(drafts: Drafts) -> None:
         drafts.draft.model.norm.weight.zero_()  # type: ignore[union-attr,operator]
     drafts.read_back.lost = True
     ready(standby, zero)
-    live = LiveModel(drafts.draft, drafts.model_config, standby)
-    with drafts.current():
-        assert apply_all([(Change("draft", zero, zero), live)]).error == ""
-    assert not different(drafts.outputs(), before) and drafts.read_back.check() == SAME
-
-
-def test_a_commit_of_both_that_fails_gives_the_draft_back(drafts: Drafts) -> None:
-    drafts.reload(0)
-    before = drafts.outputs()
-    standby = drafts.standby()
-    zero, one, _ = drafts.sources
-    ready(standby, one)
-    swapped = LiveModel(drafts.draft, drafts.model_config, standby)
-    reloaded = LiveModel(drafts.draft, drafts.model_config)
-    changes = [
-        (Change("draft", one, zero), swapped),
-        (Change("policy", torn_weights(drafts), zero), reloaded),
-    ]
-    with drafts.current():
-        result = apply_all(changes)
-    assert result.error.startswith("policy: ") and result.restored
+    assert drafts.commit(zero, zero, standby).error == ""
     assert not different(drafts.outputs(), before) and drafts.read_back.check() == SAME
 
 
 @pytest.mark.parametrize("end", [OSError, IndexError])
-def test_a_reload_that_ends_in_the_middle_gives_the_old_weights_back(
+def test_interrupted_reload_restores_old_weights(
     drafts: Drafts, monkeypatch: pytest.MonkeyPatch, end: type[Exception]
 ) -> None:
     drafts.reload(0)
@@ -316,7 +226,7 @@ def test_a_reload_that_ends_in_the_middle_gives_the_old_weights_back(
     assert not different(drafts.outputs(), before)
 
 
-def test_an_external_policy_is_not_received_again_after_a_failure() -> None:
+def test_failed_external_policy_is_not_received_again() -> None:
     """Nobody sends the old one, and an update may read the same at every step."""
     external, received = WeightSource(transfer="{}"), []
 
@@ -333,7 +243,7 @@ def test_an_external_policy_is_not_received_again_after_a_failure() -> None:
     assert "the sender is gone" in result.error and "none are held here" in result.error
 
 
-def test_what_cannot_be_prepared_says_why(drafts: Drafts, tmp_path: Path) -> None:
+def test_prepare_says_why_it_failed(drafts: Drafts, tmp_path: Path) -> None:
     standby = drafts.standby()
     (tmp_path / "empty").mkdir()
     save_file({}, tmp_path / "empty" / "model.safetensors")
@@ -345,9 +255,8 @@ def test_what_cannot_be_prepared_says_why(drafts: Drafts, tmp_path: Path) -> Non
         (WeightSource(str(tmp_path / "empty")), "no tensor"),
         (WeightSource(str(tmp_path / "pickled")), "a pickle"),
     ):
-        while (state := standby.prepare(source, None)) == WORKING:
-            join()
-        assert why in state and not standby.swap(source, drafts.sources[0])
+        assert why in prepared(standby, source)
+        assert not standby.swap(source, drafts.sources[0])
     with pytest.raises(NotSwappableError, match="verifier's memory"):
         other = nn.Module()
         other.lm_head = nn.Module()
@@ -355,7 +264,7 @@ def test_what_cannot_be_prepared_says_why(drafts: Drafts, tmp_path: Path) -> Non
         StandbyCopy(other, drafts.draft)
 
 
-def test_modules_that_do_not_correspond_are_refused() -> None:
+def test_swap_refuses_modules_that_do_not_correspond() -> None:
     live, copy = nn.Linear(4, 4, bias=False), nn.Linear(4, 3, bias=False)
     with pytest.raises(NotSwappableError, match="shape"):
         pairs_of([(live, copy)])
@@ -386,7 +295,7 @@ class Worker:
     def wake_up(self, tags: list[str] | None = None) -> None: ...
 
 
-def test_read_back_tells_a_written_draft_from_a_pushed_policy() -> None:
+def test_read_back_sees_written_draft_not_pushed_policy() -> None:
     worker = Worker()
     state = worker.slipstream_hooks.read_back
     with torch.no_grad():
@@ -399,7 +308,7 @@ def test_read_back_tells_a_written_draft_from_a_pushed_policy() -> None:
     assert state.check() == SAME
 
 
-def test_a_draft_that_vllm_keeps_over_sleep_level_2_is_not_lost() -> None:
+def test_draft_preserved_over_sleep_level_2_reads_back_same() -> None:
     class Keeper(Worker):
         """With ``sleep_preserve_parameter_names``."""
 
@@ -412,7 +321,7 @@ def test_a_draft_that_vllm_keeps_over_sleep_level_2_is_not_lost() -> None:
     assert slipstream_read_back(worker) == SAME
 
 
-def test_a_draft_is_lost_in_sleep_level_2_and_not_in_level_1() -> None:
+def test_draft_is_lost_in_sleep_level_2_not_level_1() -> None:
     class Sleeper(Worker):
         def sleep(self, level: int = 1) -> None:
             if level == 2:

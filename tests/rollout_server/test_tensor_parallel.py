@@ -43,9 +43,7 @@ def live(serve, tied_dir: Path) -> Iterator[Live]:  # type: ignore[no-untyped-de
         yield serve("--tensor-parallel-size", "2", policy=tied_dir)
 
 
-def test_both_ranks_commit_read_back_and_roll_back_the_same_release(
-    live: Live, draft_dir: Path
-) -> None:
+def test_tensor_parallel_ranks_commit_and_roll_back_together(live: Live, draft_dir: Path) -> None:
     live.speculate(False)
     plain = live.generate(prompts(16))
     live.speculate(True)
@@ -79,7 +77,7 @@ def check_log_probs(live: Live, tied_dir: Path, weights: dict[str, torch.Tensor]
         torch.testing.assert_close(reported, expected, rtol=0, atol=1e-3)
 
 
-def test_a_push_to_a_tied_policy_reaches_its_lm_head(live: Live, tied_dir: Path) -> None:
+def test_tied_policy_push_reaches_lm_head(live: Live, tied_dir: Path) -> None:
     first = load(tied_dir)
     check_log_probs(live, tied_dir, first)
     moved = perturbed(first, scale=0.3, seed=2)

@@ -28,7 +28,7 @@ class SlowStore(ContentStore):
         super().write(key, tensor)
 
 
-def test_a_file_that_is_written_while_the_stage_is_cancelled_counts(tmp_path: Path) -> None:
+def test_cancelled_stage_counts_file_being_written(tmp_path: Path) -> None:
     """Else it stays beyond the store's bound, and no eviction finds it."""
     store, workers = SlowStore(tmp_path), Workers(1, "test")
     tensor = torch.arange(40, dtype=torch.float32)

@@ -39,7 +39,7 @@ def load(proposer_class: type) -> tuple[Model, Model]:
     return policy, draft
 
 
-def test_vllm_shares_equal_heads_and_ours_does_not() -> None:
+def test_equal_lm_head_is_shared_by_vllm_not_by_patch() -> None:
     """The first half fails on a vLLM that stopped sharing: then the workaround can go."""
     from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
 
@@ -58,7 +58,7 @@ def test_vllm_shares_equal_heads_and_ours_does_not() -> None:
 
 
 @pytest.mark.parametrize("share", [True, False])
-def test_a_shared_embedding_is_seen_and_allowed(share: bool) -> None:
+def test_shared_parameters_allows_policy_embedding(share: bool) -> None:
     policy, draft = Model(torch.randn(6, 4)), Model(torch.randn(6, 4))
     if share:
         draft.model.embed_tokens = policy.model.embed_tokens
@@ -66,7 +66,15 @@ def test_a_shared_embedding_is_seen_and_allowed(share: bool) -> None:
     assert vllm_patches.shared_parameters(policy, draft) == []
 
 
-def test_a_tied_lm_head_is_seen_by_its_memory() -> None:
+def test_shared_parameters_finds_head_tied_to_policy_embedding() -> None:
+    """A commit of such a draft would overwrite the policy's embeddings through its lm_head."""
+    policy, draft = Model(torch.randn(6, 4)), Model(torch.randn(6, 4))
+    draft.model.embed_tokens = policy.model.embed_tokens
+    draft.lm_head.weight = policy.model.embed_tokens.weight
+    assert vllm_patches.shared_parameters(policy, draft) == ["lm_head.weight"]
+
+
+def test_ties_lm_head_compares_memory() -> None:
     policy = Model(torch.randn(6, 4))
     assert torch.equal(policy.lm_head.weight, policy.model.embed_tokens.weight)
     assert not vllm_patches.ties_lm_head(policy)
@@ -84,7 +92,7 @@ def test_a_tied_lm_head_is_seen_by_its_memory() -> None:
     assert not vllm_patches.ties_lm_head(policy)
 
 
-def test_repeats_each_request_for_its_tokens() -> None:
+def test_expand_batch_to_tokens_repeats_each_request() -> None:
     x = torch.tensor([0.7, -1.0, 1.3, 0.9])
     ends = torch.tensor([3, 3, 5, 6], dtype=torch.int32)
     out = vllm_patches.expand_batch_to_tokens(x, ends, 6, replace_from=-1, replace_to=1)
@@ -94,7 +102,7 @@ def test_repeats_each_request_for_its_tokens() -> None:
     assert k.tolist() == [5, 9, 9]
 
 
-def test_vllms_own_function_is_broken_on_cpu_and_is_replaced(
+def test_sampler_patch_repairs_temperatures_of_drafts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Fails on the first vLLM that has repaired it: then ours can go."""
@@ -122,7 +130,7 @@ def test_vllms_own_function_is_broken_on_cpu_and_is_replaced(
     assert out[:, 0].tolist() == [2.0, 0.5, 0.5]
 
 
-def test_vllms_tied_lm_head_keeps_the_first_weights_on_a_cpu_and_ours_follows() -> None:
+def test_tied_lm_head_patch_follows_pushed_embedding() -> None:
     """The first half fails on a vLLM whose own follows: then the workaround can go."""
     from vllm.model_executor.layers.vocab_parallel_embedding import (
         ParallelLMHead,
@@ -157,7 +165,7 @@ def test_vllms_tied_lm_head_keeps_the_first_weights_on_a_cpu_and_ours_follows() 
         torch.testing.assert_close(*logits(ours[0], ours[1](), tied), rtol=1e-4, atol=1e-4)
 
 
-def test_vllms_convolution_keeps_the_first_weights_on_a_cpu_and_ours_follows() -> None:
+def test_convolution_patch_follows_second_load() -> None:
     """The first half fails on a vLLM whose own follows: then the workaround can go."""
     from vllm.model_executor.layers.linear import UnquantizedLinearMethod
     from vllm.platforms import current_platform
@@ -185,7 +193,7 @@ def test_vllms_convolution_keeps_the_first_weights_on_a_cpu_and_ours_follows() -
     assert torch.equal(found, expected)
 
 
-def test_vllm_waits_without_a_sleep_and_ours_sleeps(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wait_patch_sleeps_between_spins(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first half fails on a vLLM that waits in another way: then the workaround can go."""
     from vllm.distributed.device_communicators import shm_broadcast
 
@@ -204,7 +212,7 @@ def test_vllm_waits_without_a_sleep_and_ours_sleeps(monkeypatch: pytest.MonkeyPa
     vllm_patches.let_threads_run(types.ModuleType("another"))
 
 
-def test_stop_strings_are_refused_where_tokens_are_drafted() -> None:
+def test_stop_strings_are_refused_with_drafts() -> None:
     from vllm import SamplingParams
     from vllm.exceptions import VLLMValidationError
 
@@ -230,7 +238,7 @@ def test_stop_strings_are_refused_where_tokens_are_drafted() -> None:
     assert SamplingParams(stop="7").stop == ["7"] and not SamplingParams().stop
 
 
-def test_vllm_is_patched_once_in_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_patches_apply_once_per_process(monkeypatch: pytest.MonkeyPatch) -> None:
     patched: list[object] = []
     for module in (worker, engine_core, vllm_patches):
         monkeypatch.setattr(module, "install", lambda *given, name=module: patched.append(name))

@@ -34,7 +34,7 @@ WHEELS = "SLIPSTREAM_VLLM_WHEELS"
 """A folder that ``python -m docs.make_vllm_versions --download`` filled."""
 
 
-def test_a_version_outside_is_refused_unless_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_unknown_vllm_version_is_refused_unless_allowed(caplog: pytest.LogCaptureFixture) -> None:
     for version in ("0.28.1", "0.34.0", "1.0.0", "dev"):
         with pytest.raises(RefusedError, match=rf"{version}.*0\.29 to 0\.33.*--untested-vllm"):
             check_version(version, untested=False)
@@ -43,7 +43,7 @@ def test_a_version_outside_is_refused_unless_told(caplog: pytest.LogCaptureFixtu
         assert f"vLLM {version} is outside" in caplog.text
 
 
-def test_a_known_version_that_was_not_run_is_served_with_a_warning(
+def test_untested_vllm_version_is_served_with_warning(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     with caplog.at_level(logging.WARNING):
@@ -55,20 +55,20 @@ def test_a_known_version_that_was_not_run_is_served_with_a_warning(
             assert f"vLLM {version}.0" in caplog.text
 
 
-def test_versions_are_compared_as_numbers() -> None:
+def test_versions_compare_as_numbers() -> None:
     assert older("0.31.2+cpu", "0.32") and older("0.9.1", "0.32")
     for version in ("0.32.0rc1", "0.33.0", "1.0.0", "dev"):
         assert not older(version, "0.32")
 
 
-def test_the_installed_vllm_has_every_name() -> None:
+def test_installed_vllm_has_every_hook() -> None:
     assert missing(Sources(installed_source)) == []
     assert not Sources(installed_source).lacks(DRAFT_LENGTHS_V2)
     for name in PLACES:
         assert callable(load(name))
 
 
-def test_renamed_hooks_are_refused_by_name_before_the_start(
+def test_renamed_hooks_are_refused_before_start(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def renamed(module: str) -> str | None:
@@ -95,7 +95,7 @@ def test_renamed_hooks_are_refused_by_name_before_the_start(
         serve(["--no-such-option"])
 
 
-def test_a_function_is_loaded_from_where_this_version_has_it(
+def test_load_finds_function_of_installed_version(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     newer, older = PLACES["cli_env_setup"]
@@ -115,7 +115,7 @@ def test_a_function_is_loaded_from_where_this_version_has_it(
         load("cli_env_setup")
 
 
-def test_names_are_found_through_imports_bases_and_instances() -> None:
+def test_sources_follow_imports_bases_and_instances() -> None:
     modules = {
         "a.b.m": "from ..c import Base as Mother\nfrom a.d import moved\n"
         "class Child(Mother):\n  def __init__(self):\n    self.own: int = 1\n",
@@ -134,7 +134,7 @@ def test_names_are_found_through_imports_bases_and_instances() -> None:
     assert "not a function" in sources.lacks(Hook("a.b.m", "Child.own", ()))
 
 
-def test_the_wheels_of_other_versions_have_every_name() -> None:
+def test_wheels_of_known_versions_have_every_hook() -> None:
     folder = os.environ.get(WHEELS)
     if folder is None:
         pytest.skip(f"{WHEELS} names no folder of wheels")
@@ -143,7 +143,7 @@ def test_the_wheels_of_other_versions_have_every_name() -> None:
     assert {v: lacking for v, lacking in found.items() if v in KNOWN and lacking} == {}
 
 
-def test_the_page_has_a_row_for_every_known_version() -> None:
+def test_versions_page_has_row_per_known_version() -> None:
     text, names = PAGE.read_text(encoding="utf-8"), len(HOOKS) + len(PLACES)
     for version in KNOWN:
         row = text.partition(f"| {version} |")[2].partition("\n")[0]

@@ -1,33 +1,23 @@
-"""GLM's MTP head, whose block is a mixture of experts, on real vLLM: swaps, and what replay says.
+"""The example's policy as the GLM-4.5 model that it is, and its MTP head as GLM's.
 
-The example's policy is written as the GLM-4.5 model that it is: the experts of its last layer are
-copies of that layer's MLP. Tolerance and rollouts are those of ``test_replay``.
+The experts of the policy's last layer are copies of that layer's MLP.
 """
 
 from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
 
 from draft_trainer.drafters import DRAFTERS, Draft
 from draft_trainer.drafters.mtp import CORRECTION
 from examples.arithmetic_grpo.make_mtp import new_head
-from examples.arithmetic_grpo.sampling import held_out_problems, prompt_ids
 from examples.local_services import ARITHMETIC
-from slipstream.v1 import rollout_server_pb2 as pb
-from tests.alignment.test_replay import ROLLOUTS, assert_replay
-from tests.rollout_server.checkpoints import load, perturbed
-from tests.rollout_server.live import Live, RefusedError, prompts, swap_many
 
-pytestmark = pytest.mark.vllm
-EXPERTS, SWAPS = 4, 8
+EXPERTS = 4
 
 
 def as_glm(policy: Path, out: Path) -> Path:
@@ -100,65 +90,3 @@ def glm_head(policy: Path) -> Draft:
             tensors[name] = given[name] + (tensor.ndim == 1)
     head.load_state_dict(tensors)
     return head
-
-
-@pytest.fixture(scope="module")
-def case(
-    serve,  # type: ignore[no-untyped-def]
-    policy_dir: Path,
-    tmp_path_factory: pytest.TempPathFactory,
-) -> Iterator[tuple[Live, Path, Path]]:
-    """A server of ``glm_head``, its policy, and the head."""
-    folder = tmp_path_factory.mktemp("glm")
-    policy, draft = as_glm(policy_dir, folder / "policy"), folder / "head"
-    draft.mkdir()
-    DRAFTERS["mtp"].save(draft, glm_head(policy), torch.float32)
-    live = serve("--draft-kind", "mtp", policy=policy, draft=draft)
-    yield live, policy, draft
-    live.stop()
-
-
-def test_swaps_with_requests_in_flight_lose_nothing(case: tuple[Live, Path, Path]) -> None:
-    live, _, folder = case
-    batch = prompts(64)
-    live.speculate(False)
-    plain = live.generate(batch)
-    live.speculate(True)
-    draft = load(folder)
-    with live.generating(batch) as rounds:
-        list(swap_many(live, draft, SWAPS))
-    assert all(completions == plain for completions in rounds)
-    state = live.stub.GetState(pb.GetStateRequest(read_back=True), timeout=60)
-    assert (state.draft_version, state.draft_commits, state.not_ready) == (SWAPS, SWAPS, "")
-    for name in ("lm_head.weight", "model.layers.10.shared_head.head.weight"):
-        with pytest.raises(RefusedError, match=name):
-            live.stage("draft", "theirs", 99, draft | {name: torch.zeros(128, 192)})
-
-
-def test_a_policy_push_of_the_same_weights_changes_nothing(case: tuple[Live, Path, Path]) -> None:
-    live, folder, _ = case
-    batch = prompts(16)
-    before = live.generate(batch)
-    weights = load_file(folder / "model.safetensors")
-    live.stage("policy", "same", 1, weights)
-    live.commit("same")
-    assert live.generate(batch) == before
-
-
-@pytest.mark.parametrize("pushed", [False, True])
-def test_replay_predicts_measured_acceptance(
-    case: tuple[Live, Path, Path], pushed: bool, tmp_path: Path
-) -> None:
-    """Of the head, after swaps; and after a push of another policy."""
-    live, folder, made = case
-    if pushed:
-        moved = perturbed(load_file(folder / "model.safetensors"), scale=0.05, seed=3)
-        live.stage("policy", "moved", 2, moved)
-        live.commit("moved")
-        folder = shutil.copytree(folder, tmp_path / "moved")
-        save_file(moved, folder / "model.safetensors", metadata={"format": "pt"})
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    live.swap(SWAPS + 1 + pushed, load(made))
-    tokens = [prompt_ids(problem) for problem in held_out_problems(ROLLOUTS)]
-    draft = DRAFTERS["mtp"].read(made, folder).draft()
-    assert_replay(live, model, draft, tokens, least=1.3)
