@@ -26,6 +26,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
+from benchmarks.publish_faults.memory_server import MemoryServer
 from examples.torch_loop.train import PROMPTS, SAMPLES, load, train
 from policy_bridge import BridgeConfig, PolicyBridge
 from slipstream.v1 import draft_trainer_pb2 as pb
@@ -37,7 +38,7 @@ from tests.adapters.ranks import (
     batches,
     completion_mask,
 )
-from tests.policy_bridge.doubles import DEADLINE, FakeRollout, FakeTrainer
+from tests.policy_bridge.doubles import DEADLINE, FakeTrainer
 
 ROOT = Path(__file__).resolve().parents[2]
 ROWS = PROMPTS * SAMPLES
@@ -66,16 +67,17 @@ class Seen:
     ranks: list[dict[str, Any]]
     loop: FakeTrainer
     pipeline: FakeTrainer
-    rollout: FakeRollout
+    rollout: MemoryServer
 
 
 @pytest.fixture(scope="module")
 def seen(policy_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Seen]:
     out = tmp_path_factory.mktemp("ranks")
-    loop, pipeline, rollout = trainer(), trainer(), FakeRollout()
+    loop, pipeline, rollout = trainer(), trainer(), MemoryServer(policy=policy_dir)
     with ExitStack() as stack:
-        servers = [stack.enter_context(each.serve()) for each in (loop, rollout, pipeline)]
-        addresses = [server.address for server in servers]
+        stack.callback(rollout.stop)
+        first, last = (stack.enter_context(each.serve()) for each in (loop, pipeline))
+        addresses = [first.address, rollout.address, last.address]
         process = subprocess.Popen(
             [
                 *(sys.executable, "-m", "tests.adapters.ranks"),
@@ -111,7 +113,7 @@ def test_two_ranks_train_to_the_bit_as_without_a_bridge_and_ship_all_they_saw(se
     samples = seen.loop.samples.values()
     assert Counter(s.policy_version for s in samples) == dict.fromkeys(range(STEPS), 2 * ROWS)
     assert seen.rollout.policy_version == STEPS - 1
-    assert len(seen.rollout.commits) == STEPS
+    assert len(seen.rollout.commits()) == STEPS
     # One rank leads: the draft is staged and committed once a step, with the policy.
     calls = Counter(name for name, _ in seen.loop.events)
     assert (calls["PrepareSync"], calls["CompleteSync"]) == (STEPS, STEPS)
@@ -132,10 +134,11 @@ def test_a_gpu_of_the_machine_is_left_alone(
 
 
 def test_one_rank(policy_dir: Path) -> None:
-    plain, bridged, double, rollout = load(policy_dir), load(policy_dir), trainer(), FakeRollout()
+    plain, bridged, double = load(policy_dir), load(policy_dir), trainer()
+    rollout = MemoryServer(policy=policy_dir)
     losses = train(plain, PolicyBridge.disabled(), FixedRollouts(), STEPS, 1e-3, any_score)
-    with double.serve() as server, rollout.serve() as control:
-        config = BridgeConfig(server.address, "one", (control.address,), states_dtype="float32")
+    with double.serve() as server:
+        config = BridgeConfig(server.address, "one", (rollout.address,), states_dtype="float32")
         with PolicyBridge(bridged, config) as bridge:
             assert bridge.wait_connected(DEADLINE)
             assert train(bridged, bridge, FixedRollouts(), STEPS, 1e-3, any_score) == losses
@@ -148,6 +151,7 @@ def test_one_rank(policy_dir: Path) -> None:
         range(STEPS), ROWS
     )
     assert rollout.policy_version == STEPS - 1
+    rollout.stop()
 
 
 def test_stages_ship_what_the_whole_policy_would(seen: Seen, policy_dir: Path) -> None:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import pickle
+from pathlib import Path
 
 import pytest
 import torch
 
+from benchmarks.publish_faults.memory_server import DRAFT_DIR, MemoryServer
 from policy_bridge import DisabledBridge, PolicyBridge, PolicySyncError
 from policy_bridge.capture import NullCapture
 from policy_bridge.stats import SyncResult
 from policy_bridge.sync import policy_tensors
+from slipstream.checkpoints import load_tensors
 from slipstream.errors import RefusedError
 from slipstream.v1 import draft_trainer_pb2 as pb
 
@@ -20,6 +23,7 @@ from .doubles import DEADLINE, BlackHole, FakeTrainer
 from .test_peft import adapted
 
 Log = pytest.LogCaptureFixture
+REFUSED = RefusedError("commit", "a switch", "no switch", "turn it off")
 
 
 def push(bridge: PolicyBridge, version: int) -> SyncResult:
@@ -35,10 +39,13 @@ def commit_all(trainer: FakeTrainer, rollouts: Rollouts) -> None:
 
     def complete(request: pb.CompleteSyncRequest) -> pb.PublishResult:
         outcomes = []
-        for double, server in rollouts:
-            double.draft_version = 7
-            state = double.commit([request.policy_stage_id] if request.policy_stage_id else [])
-            outcomes.append(pb.ServerOutcome(address=server.address, committed=True, state=state))
+        for rollout in rollouts:
+            rollout.put(7, load_tensors(DRAFT_DIR))
+            if request.policy_stage_id:
+                rollout.commit(request.policy_stage_id)
+            outcomes.append(
+                pb.ServerOutcome(address=rollout.address, committed=True, state=rollout.state)
+            )
         return pb.PublishResult(draft_version=7, servers=outcomes)
 
     trainer.on_complete = complete
@@ -65,7 +72,7 @@ def test_policy_and_draft_are_committed_in_one_call(
     bridge = connect(model=model)
     with bridge.sync(5) as window:
         window.push_policy()
-        assert all(double.policy_version is None for double, _ in rollouts)
+        assert all(rollout.policy_version is None for rollout in rollouts)
     result = window.result
     assert result is not None
     assert result.draft_versions == dict.fromkeys(addresses(rollouts), 7)
@@ -73,12 +80,12 @@ def test_policy_and_draft_are_committed_in_one_call(
     assert result.policy_pushed
     assert bridge.stats().last_sync == result
     assert bridge.policy_version == bridge.stats().policy_version == 5
-    for double, _ in rollouts:
-        assert double.policy_version == 5
-        assert [len(ids) for ids in double.commits] == [1]
-        assert set(double.live) == set(model.state_dict())
+    for rollout in rollouts:
+        assert rollout.policy_version == 5
+        assert [len(ids) for ids in rollout.commits()] == [1]
+        assert set(rollout.policy) == set(model.state_dict())
         for name, tensor in model.state_dict().items():
-            assert torch.equal(double.live[name], tensor.bfloat16())
+            assert torch.equal(rollout.policy[name], tensor.bfloat16())
 
 
 def test_servers_that_join_get_the_policy_and_those_that_left_once_more(
@@ -99,39 +106,41 @@ def test_servers_that_join_get_the_policy_and_those_that_left_once_more(
         assert trainer.sessions == 1
     result = push(bridge, 5)
     assert result.draft_errors, "the trainer is gone"
-    assert [double.policy_version for double, _ in rollouts] == [5, 5]
+    assert [rollout.policy_version for rollout in rollouts] == [5, 5]
 
 
 @pytest.mark.parametrize("how", ["is gone", "Stage", "Commit"])
 def test_a_server_that_left_the_list_and_does_not_take_the_policy_is_left_out_once(
     trainer: FakeTrainer, connect: Connect, rollouts: Rollouts, how: str
 ) -> None:
-    (double, first), (other, second) = rollouts
+    first, second = rollouts
     trainer.rollout_servers = addresses(rollouts)
     bridge = connect()
     push(bridge, 1)
     trainer.rollout_servers = (first.address,)
     if how == "is gone":
-        second.kill()
+        second.stop()
+    elif how == "Stage":  # as one that serves another experiment
+        second.faults.stage = "a switch"
     else:
-        other.fail.add(how)  # as one that serves another experiment
+        second.engine.failure = REFUSED
     assert set(push(bridge, 2).left_out) == {second.address}
-    assert push(bridge, 3).left_out == {} and double.policy_version == 3
+    assert push(bridge, 3).left_out == {} and first.policy_version == 3
 
 
 def test_a_server_that_left_the_list_is_asked_once_also_where_that_sync_fails(
     trainer: FakeTrainer, connect: Connect, rollouts: Rollouts
 ) -> None:
     """One that got another name has no memory for the policy twice."""
-    (_, former), (double, renamed) = rollouts
+    former, renamed = rollouts
     trainer.rollout_servers = (former.address,)
     bridge = connect()
     push(bridge, 1)
     trainer.rollout_servers = (renamed.address,)
-    double.fail.add("Stage")
+    renamed.faults.stage = "a switch"
     with pytest.raises(PolicySyncError, match="a switch"):
         push(bridge, 2)
-    double.fail.clear()
+    renamed.faults.stage = ""
     assert push(bridge, 3).left_out == {}
     assert bridge._fleet._channels.keys() == {renamed.address}
 
@@ -140,11 +149,11 @@ def test_a_server_that_left_the_list_is_asked_once_also_where_that_sync_fails(
 def test_a_server_that_joins_after_the_policy_was_staged_gets_the_next_one(
     trainer: FakeTrainer, connect: Connect, rollouts: Rollouts, skips: bool
 ) -> None:
-    (double, first), (joins, second) = rollouts
+    first, second = rollouts
     trainer.rollout_servers = (first.address,)
 
     def complete(request: pb.CompleteSyncRequest) -> pb.PublishResult:
-        state = double.commit([request.policy_stage_id])
+        state = first.commit(request.policy_stage_id)
         done = pb.ServerOutcome(address=first.address, committed=True, state=state)
         lacks = pb.ServerOutcome(address=second.address, error="it is not staged")
         return pb.PublishResult(servers=[done, lacks])
@@ -153,17 +162,17 @@ def test_a_server_that_joins_after_the_policy_was_staged_gets_the_next_one(
     bridge = connect(skip_unreachable_servers=skips)
     result = push(bridge, 1)
     assert set(result.left_out) == {second.address} and bridge.stats().servers_left_out == 1
-    assert (double.policy_version, joins.policy_version, joins.commits) == (1, None, [])
+    assert (first.policy_version, second.policy_version, second.commits()) == (1, None, [])
     trainer.rollout_servers = addresses(rollouts)
     assert push(bridge, 2).left_out == {}
-    assert [double.policy_version for double, _ in rollouts] == [2, 2]
+    assert [rollout.policy_version for rollout in rollouts] == [2, 2]
 
 
 def test_a_server_that_joins_and_still_loads_is_left_out_until_it_has_taken_a_policy(
-    trainer: FakeTrainer, connect: Connect, rollouts: Rollouts
+    trainer: FakeTrainer, connect: Connect, rollouts: Rollouts, saved_policy: Path
 ) -> None:
-    (double, first), (joins, second) = rollouts
-    second.kill()
+    first, second = rollouts
+    second.stop()
     bridge = connect()
     trainer.rollout_servers = addresses(rollouts)
     for _ in range(2):  # Before a push that went well: it may be one that nobody can reach.
@@ -175,10 +184,11 @@ def test_a_server_that_joins_and_still_loads_is_left_out_until_it_has_taken_a_po
     assert set(push(bridge, 2).left_out) == {second.address}
     with pytest.raises(PolicySyncError, match="not staged on 1 rollout"), bridge.sync(3) as window:
         window.push_external({}, lambda: None)
-    with joins.serve() as third:
-        trainer.rollout_servers = (first.address, third.address)
-        assert push(bridge, 3).left_out == {}
-    assert (double.policy_version, joins.policy_version) == (3, 3)
+    rollouts[1] = third = MemoryServer(policy=saved_policy)
+    trainer.rollout_servers = addresses(rollouts)
+    assert push(bridge, 3).left_out == {}
+    assert (first.policy_version, third.policy_version) == (3, 3)
+    third.stop()
     with pytest.raises(PolicySyncError, match="not staged on 1 rollout"):
         push(bridge, 4)
 
@@ -200,7 +210,7 @@ def test_without_a_push_only_the_draft_is_committed(
         pass
     assert window.result is not None and not window.result.policy_pushed
     assert set(window.result.draft_versions.values()) == {7}
-    assert all(double.policy_version is None for double, _ in rollouts)
+    assert all(rollout.policy_version is None for rollout in rollouts)
 
 
 @pytest.mark.parametrize("failure", ["absent", "black hole", "PrepareSync", "CompleteSync"])
@@ -223,10 +233,10 @@ def test_the_policy_arrives_without_the_trainer(
         assert result.draft_versions == dict.fromkeys(addresses(rollouts), 3)
         assert bridge.policy_version == 1
         trainer.release.set()
-    for double, _ in rollouts:
-        assert double.policy_version == 1
-        assert torch.equal(double.live["lm_head.weight"], model.lm_head.weight.bfloat16())
-        assert len(double.commits) == 1
+    for rollout in rollouts:
+        assert rollout.policy_version == 1
+        assert torch.equal(rollout.policy["lm_head.weight"], model.lm_head.weight.bfloat16())
+        assert len(rollout.commits()) == 1
 
 
 def test_a_commit_that_the_trainer_made_before_it_was_cut_off_is_not_made_twice(
@@ -235,19 +245,18 @@ def test_a_commit_that_the_trainer_made_before_it_was_cut_off_is_not_made_twice(
     """CompleteSync reached one server of two, then failed."""
 
     def complete(request: pb.CompleteSyncRequest) -> pb.PublishResult:
-        double, server = rollouts[0]
-        state = double.commit([request.policy_stage_id])
-        lost = pb.ServerOutcome(address=rollouts[1][1].address, error="cut off")
-        done = pb.ServerOutcome(address=server.address, committed=True, state=state)
+        state = rollouts[0].commit(request.policy_stage_id)
+        lost = pb.ServerOutcome(address=rollouts[1].address, error="cut off")
+        done = pb.ServerOutcome(address=rollouts[0].address, committed=True, state=state)
         return pb.PublishResult(servers=[done, lost])
 
     trainer.on_complete = complete
     with trainer.serve() as server:
         bridge = connect(server.address, rollout_servers=addresses(rollouts))
         result = push(bridge, 1)
-    assert result.draft_errors == (f"{rollouts[1][1].address}: cut off",)
-    assert [len(double.commits) for double, _ in rollouts] == [1, 1]
-    assert [double.policy_version for double, _ in rollouts] == [1, 1]
+    assert result.draft_errors == (f"{rollouts[1].address}: cut off",)
+    assert [len(rollout.commits()) for rollout in rollouts] == [1, 1]
+    assert [rollout.policy_version for rollout in rollouts] == [1, 1]
 
 
 def test_a_version_that_is_pushed_again_with_other_weights_goes_live(
@@ -264,21 +273,21 @@ def test_a_version_that_is_pushed_again_with_other_weights_goes_live(
             bridge = connect(server.address, wait=False, model=model, **settings)
             push(bridge, 4)
             bridge.close()
-            for double, _ in rollouts:
-                assert double.policy_version == 4
-                assert torch.all(double.live["lm_head.weight"] == value)
-                assert double.staged == {}
-    assert [len(double.commits) for double, _ in rollouts] == [2, 2]
+            for rollout in rollouts:
+                assert rollout.policy_version == 4
+                assert torch.all(rollout.policy["lm_head.weight"] == value)
+                assert rollout.state.staged == []
+    assert [len(rollout.commits()) for rollout in rollouts] == [2, 2]
 
 
 def test_a_draft_that_failed_is_reported_and_no_error(
     trainer: FakeTrainer, connect: Connect, rollouts: Rollouts
 ) -> None:
     """Staging failed on one server; the other committed the policy without its draft."""
-    (_, first), (double, second) = rollouts
+    first, second = rollouts
 
     def complete(request: pb.CompleteSyncRequest) -> pb.PublishResult:
-        state = double.commit([request.policy_stage_id])
+        state = second.commit(request.policy_stage_id)
         outcome = pb.ServerOutcome(
             address=second.address, committed=True, error="draft left behind", state=state
         )
@@ -292,7 +301,7 @@ def test_a_draft_that_failed_is_reported_and_no_error(
         f"{first.address}: disk full",
         f"{second.address}: draft left behind",
     )
-    assert [double.policy_version for double, _ in rollouts] == [1, 1]
+    assert [rollout.policy_version for rollout in rollouts] == [1, 1]
 
 
 def test_an_exception_inside_aborts_the_stage_and_passes_on(
@@ -303,21 +312,21 @@ def test_an_exception_inside_aborts_the_stage_and_passes_on(
         window.push_policy()
         raise KeyError("the user's")
     assert bridge.policy_version is None
-    for double, _ in rollouts:
-        assert double.staged == {} and double.commits == []
-        assert len(double.aborted) == 1
+    for rollout in rollouts:
+        assert rollout.state.staged == [] and rollout.commits() == []
+        assert [name for name, _ in rollout.calls].count("Abort") == 1
     assert ("CompleteSync", -1) not in trainer.events
     # The same version may be tried again.
     with bridge.sync(1) as window:
         window.push_policy()
-    assert [double.policy_version for double, _ in rollouts] == [1, 1]
+    assert [rollout.policy_version for rollout in rollouts] == [1, 1]
 
 
 @pytest.mark.parametrize("swallowed", [False, True])
 def test_a_server_that_does_not_stage_the_policy_stops_the_window(
     trainer: FakeTrainer, connect: Connect, rollouts: Rollouts, swallowed: bool
 ) -> None:
-    rollouts[1][0].fail.add("Stage")
+    rollouts[1].faults.stage = "a switch"
     bridge = connect(rollout_servers=addresses(rollouts))
     with pytest.raises(PolicySyncError, match="a switch") as raised, bridge.sync(1) as window:
         if swallowed:
@@ -325,34 +334,34 @@ def test_a_server_that_does_not_stage_the_policy_stops_the_window(
                 window.push_policy()
         else:
             window.push_policy()
-    assert set(raised.value.errors) == {rollouts[1][1].address}
+    assert set(raised.value.errors) == {rollouts[1].address}
     assert bridge.policy_version is None
-    assert [double.policy_version for double, _ in rollouts] == [None, None]
-    assert [double.staged for double, _ in rollouts] == [{}, {}]
+    assert [rollout.policy_version for rollout in rollouts] == [None, None]
+    assert [list(rollout.state.staged) for rollout in rollouts] == [[], []]
 
 
 def test_a_server_that_does_not_commit_the_policy_is_an_error(
     trainer: FakeTrainer, connect: Connect, rollouts: Rollouts
 ) -> None:
-    rollouts[0][0].fail.add("Commit")
+    rollouts[0].engine.failure = REFUSED
     bridge = connect(rollout_servers=addresses(rollouts))
     expected = pytest.raises(PolicySyncError, match="not committed on 1 rollout")
     with expected as raised, bridge.sync(1) as window:
         window.push_policy()
-    assert set(raised.value.errors) == {rollouts[0][1].address}
-    assert raised.value.result.draft_versions == {rollouts[1][1].address: 3}
+    assert set(raised.value.errors) == {rollouts[0].address}
+    assert raised.value.result.draft_versions == {rollouts[1].address: 3}
     assert bridge.policy_version is None
-    assert rollouts[0][0].staged == {}
+    assert rollouts[0].state.staged == []
 
 
 def test_a_server_that_is_gone_is_an_error(
     trainer: FakeTrainer, connect: Connect, rollouts: Rollouts
 ) -> None:
-    rollouts[0][1].kill()
+    rollouts[0].stop()
     bridge = connect(rollout_servers=addresses(rollouts))
     with pytest.raises(PolicySyncError, match="UNAVAILABLE"), bridge.sync(1) as window:
         window.push_policy()
-    assert rollouts[1][0].staged == {}
+    assert rollouts[1].state.staged == []
 
 
 def test_a_push_before_the_trainer_is_there_waits_for_it(
@@ -376,7 +385,7 @@ def test_a_push_before_the_trainer_is_there_waits_for_it(
         assert bridge.wait_connected(DEADLINE)
         result = push(bridge, 3)
         assert result.policy_pushed
-    assert [double.policy_version for double, _ in rollouts] == [3, 3]
+    assert [rollout.policy_version for rollout in rollouts] == [3, 3]
 
 
 def test_the_policy_is_pushed_although_its_version_goes_backwards(
@@ -385,7 +394,7 @@ def test_the_policy_is_pushed_although_its_version_goes_backwards(
     trainer.rollout_servers = addresses(rollouts)
     bridge = connect(version=5)
     push(bridge, 4)
-    assert [double.policy_version for double, _ in rollouts] == [4, 4]
+    assert [rollout.policy_version for rollout in rollouts] == [4, 4]
 
 
 def test_a_version_that_is_not_captured_has_its_window_at_the_trainer(
@@ -401,7 +410,7 @@ def test_a_version_that_is_not_captured_has_its_window_at_the_trainer(
     assert push(bridge, 4).draft_errors == ()
     calls = [call for call, _ in trainer.events[before:] if call.endswith("Sync")]
     assert calls == ["PrepareSync", "CompleteSync"]
-    assert [double.policy_version for double, _ in rollouts] == [None, 4]
+    assert [rollout.policy_version for rollout in rollouts] == [None, 4]
     assert isinstance(bridge.capture(), NullCapture)
     assert "policy_version: found 4, expected > 7" in bridge.stats().capture_off_reason
     push(bridge, 8)
@@ -414,25 +423,25 @@ def test_a_version_that_is_not_captured_has_its_window_at_the_trainer(
 def test_a_server_that_is_gone_is_left_out_by_choice_and_counted(
     trainer: FakeTrainer, connect: Connect, rollouts: Rollouts, when: str
 ) -> None:
-    (dead, dead_server), (other, other_server) = rollouts
+    dead, other = rollouts
     bridge = connect(rollout_servers=addresses(rollouts), skip_unreachable_servers=True)
     if when == "before":
-        dead_server.kill()
+        dead.stop()
     with bridge.sync(1) as window:
         window.push_policy()
         if when == "between":
-            dead_server.kill()
+            dead.stop()
     assert window.result is not None
-    assert set(window.result.left_out) == {dead_server.address}
-    assert "UNAVAILABLE" in window.result.left_out[dead_server.address]
-    assert set(window.result.draft_versions) == {other_server.address}
+    assert set(window.result.left_out) == {dead.address}
+    assert "UNAVAILABLE" in window.result.left_out[dead.address]
+    assert set(window.result.draft_versions) == {other.address}
     assert (other.policy_version, dead.policy_version) == (1, None)
     assert bridge.stats().servers_left_out == 1 and bridge.policy_version == 1
     # One that answers and refuses is an error all the same, and so is a fleet that is gone.
-    other.fail.add("Stage")
+    other.faults.stage = "a switch"
     with pytest.raises(PolicySyncError, match="a switch"), bridge.sync(2) as window:
         window.push_policy()
-    other_server.kill()
+    other.stop()
     with pytest.raises(PolicySyncError, match="UNAVAILABLE"), bridge.sync(2) as window:
         window.push_policy()
     assert bridge.policy_version == 1
@@ -442,13 +451,13 @@ def test_what_vllm_receives_is_not_sent_to_a_fleet_with_a_server_that_is_gone(
     trainer: FakeTrainer, connect: Connect, rollouts: Rollouts
 ) -> None:
     """It waits for every server, also where unreachable ones are left out of a push."""
-    (_, dead), (other, _) = rollouts
+    dead, other = rollouts
     bridge = connect(rollout_servers=addresses(rollouts), skip_unreachable_servers=True)
-    dead.kill()
+    dead.stop()
     sent: list[int] = []
     with pytest.raises(PolicySyncError, match="not staged on 1 rollout"), bridge.sync(1) as window:
         window.push_external({}, lambda: sent.append(1))
-    assert sent == [] and other.staged == {} and bridge.policy_version is None
+    assert sent == [] and other.state.staged == [] and bridge.policy_version is None
 
 
 def test_misuse_is_refused(trainer: FakeTrainer, connect: Connect, rollouts: Rollouts) -> None:
