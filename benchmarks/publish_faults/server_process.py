@@ -1,8 +1,6 @@
-"""A rollout server's real control plane in a process of its own, over an engine in memory.
+"""A rollout server in memory (``memory_server``) in a process of its own, which may be killed.
 
-Staging, checks, content store, commits, roll backs, read-back and health are the product's;
-only vLLM's workers are replaced, by a dictionary of tensors. What goes wrong next is written
-into a file, read once.
+What goes wrong next is written into a file, read once.
 """
 
 from __future__ import annotations
@@ -19,17 +17,16 @@ from typing import Any
 
 import grpc
 
-from rollout_server import app, service
-from rollout_server.acceptance import AcceptanceGuard, AcceptanceTracker
-from rollout_server.engine import Description, UntrustedEngineError
+from benchmarks.publish_faults.memory_server import Listener, MemoryEngine, control_plane
+from rollout_server import service
+from rollout_server.acceptance import AcceptanceTracker
+from rollout_server.engine import UntrustedEngineError
 from rollout_server.launch import access_of, add_access_options
 from rollout_server.plugins import Settings
 from rollout_server.reload import Change, Result
-from rollout_server.store import ContentStore, Key, WeightSource
-from slipstream.checkpoints import read_layout
+from rollout_server.store import ContentStore, Key
 from slipstream.errors import RefusedError
-from slipstream.security import Access, ClientCredentials
-from slipstream.tensors import digest
+from slipstream.security import Access
 
 TRAFFIC = "traffic.json"
 """Steps per second and, by draft version ("": any other), the rate accepted at each position."""
@@ -65,18 +62,12 @@ class Fault:
         return word
 
 
-class MemoryEngine:
-    """The methods of ``VllmEngine`` over a dictionary."""
+class _Engine(MemoryEngine):
+    """That fails, or dies, when told to."""
 
     def __init__(self, fault: Fault) -> None:
+        super().__init__()
         self._fault = fault
-        self._live: dict[str, dict[str, bytes]] = {}
-
-    async def describe(self) -> Description:
-        return Description(False, (), "bfloat16")
-
-    async def prepare(self, source: WeightSource, keep: WeightSource | None) -> str:
-        return ""
 
     async def apply(self, changes: Sequence[Change]) -> Result:
         word = self._fault.take("die-before", "die-after", "refuse", "worker")
@@ -86,27 +77,15 @@ class MemoryEngine:
             raise RefusedError("commit", "a fault", "none", "try again", grpc.StatusCode.ABORTED)
         if word == "worker":
             raise UntrustedEngineError("the worker died in the middle")
-        for change in changes:
-            # Reads every byte, as a worker does.
-            self._live[change.kind] = {n: digest(t) for n, t in change.new.weights()}
+        result = await super().apply(changes)
         if word == "die-after":
             _die()
-        return Result(0.001)
-
-    async def check_transfer(self, transfer: str) -> str:
-        return ""
-
-    async def set_draft_lengths(self, lengths: Sequence[int]) -> None:
-        self.lengths = list(lengths)
-
-    async def set_speculation(self, enabled: bool) -> float:
-        return 0.0
+        return result
 
     async def read_back(self) -> str:
-        return "draft read back from memory: differs" if self._fault.take("damage") else ""
-
-    def is_alive(self) -> bool:
-        return True
+        if self._fault.take("damage"):
+            self.memory = "differs"
+        return await super().read_back()
 
 
 class _Store(ContentStore):
@@ -123,42 +102,6 @@ class _Store(ContentStore):
         if word == "disk-full":
             raise OSError(28, "No space left on device")
         super().write(key, tensor)
-
-
-def _no_metrics(kind: str, outcome: str, result: Result | None) -> None: ...
-
-
-async def control_plane(
-    engine: Any,
-    store: ContentStore,
-    draft_dir: Path,
-    access: Access,
-    tracker: AcceptanceTracker | None = None,
-    peers: ClientCredentials | None = None,
-) -> Callable[[], service.ControlServer]:
-    """What makes a server of one and the same state, again after each that was stopped.
-
-    Args:
-        engine: takes what is committed: it has the methods of ``VllmEngine``.
-        store: of what is staged.
-        draft_dir: the draft that it starts with; it serves as the policy's layout too.
-        access: who may use it.
-        tracker: counts what is drafted.
-        peers: what other servers are shown.
-    """
-    tracker = tracker or AcceptanceTracker()
-    settings = Settings(draft_dir, draft_dir, access, peers=peers)
-    layout = read_layout(draft_dir)
-    del layout["t2d"]
-    control, servicer = await app.control_plane(
-        engine, store, settings, layout, tracker, _no_metrics
-    )
-
-    def server() -> service.ControlServer:
-        guard = AcceptanceGuard(tracker, settings.guard_drafts)
-        return service.ControlServer(servicer, control, guard, lambda: True, lambda: None, access)
-
-    return server
 
 
 def serve(
@@ -192,9 +135,9 @@ def serve(
 async def _serve(draft_dir: Path, port: int, fault: Fault, access: Access, capacity: int) -> None:
     # Beside the fault file, where the harness clears it away after a kill.
     store = _Store(Path(tempfile.mkdtemp(dir=fault.folder)), capacity, fault)
-    tracker = AcceptanceTracker()
-    control_server = await control_plane(MemoryEngine(fault), store, draft_dir, access, tracker)
-    server = control_server()
+    tracker, settings = AcceptanceTracker(), Settings(draft_dir, draft_dir, access)
+    control, servicer = await control_plane(_Engine(fault), store, settings, tracker)
+    server = Listener(servicer, control, settings)
     await server.start("127.0.0.1", port)
     over = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, over.set)
@@ -204,7 +147,7 @@ async def _serve(draft_dir: Path, port: int, fault: Fault, access: Access, capac
             if cut():
                 # The connection goes, the process and what it serves stay.
                 await server.stop()
-                server = control_server()
+                server = Listener(servicer, control, settings)
                 await server.start("127.0.0.1", port)
             _draft(tracker, fault.folder / TRAFFIC)
             await asyncio.sleep(TICK_SECONDS)

@@ -22,7 +22,7 @@ WORKER, ENGINE = "VLLM::Worker", "VLLM::EngineCore"
 
 
 class VllmRig(Rig):
-    """``rollout-server serve`` in place of the doubles; the trainer is the same.
+    """``rollout-server serve`` in place of the servers in memory; the trainer is the same.
 
     Args:
         folder: registry, logs.

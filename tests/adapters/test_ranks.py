@@ -26,11 +26,12 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
+from benchmarks.publish_faults.memory_server import MemoryServer
 from examples.torch_loop.train import PROMPTS, SAMPLES, load
 from policy_bridge import BridgeConfig, PolicyBridge
 from slipstream.v1 import draft_trainer_pb2 as pb
 from tests.adapters.ranks import AUX_LAYERS, STEPS, batches, completion_mask, loop
-from tests.policy_bridge.doubles import DEADLINE, FakeRollout, FakeTrainer
+from tests.policy_bridge.doubles import DEADLINE, FakeTrainer
 
 ROOT = Path(__file__).resolve().parents[2]
 ROWS = PROMPTS * SAMPLES
@@ -59,16 +60,17 @@ class Seen:
     ranks: list[dict[str, Any]]
     loop: FakeTrainer
     pipeline: FakeTrainer
-    rollout: FakeRollout
+    rollout: MemoryServer
 
 
 @pytest.fixture(scope="module")
 def seen(policy_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Seen]:
     out = tmp_path_factory.mktemp("ranks")
-    loop, pipeline, rollout = trainer(), trainer(), FakeRollout()
+    loop, pipeline, rollout = trainer(), trainer(), MemoryServer(policy=policy_dir)
     with ExitStack() as stack:
-        servers = [stack.enter_context(each.serve()) for each in (loop, rollout, pipeline)]
-        addresses = [server.address for server in servers]
+        stack.callback(rollout.stop)
+        first, last = (stack.enter_context(each.serve()) for each in (loop, pipeline))
+        addresses = [first.address, rollout.address, last.address]
         process = subprocess.Popen(
             [
                 *(sys.executable, "-m", "tests.adapters.ranks"),
@@ -104,7 +106,7 @@ def test_two_fsdp2_ranks_bit_identical_and_ship_every_sample(seen: Seen) -> None
     samples = seen.loop.samples.values()
     assert Counter(s.policy_version for s in samples) == dict.fromkeys(range(STEPS), 2 * ROWS)
     assert seen.rollout.policy_version == STEPS - 1
-    assert len(seen.rollout.commits) == STEPS
+    assert len(seen.rollout.commits()) == STEPS
     # One rank leads: the draft is staged and committed once a step, with the policy.
     calls = Counter(name for name, _ in seen.loop.events)
     assert (calls["PrepareSync"], calls["CompleteSync"]) == (STEPS, STEPS)
@@ -125,13 +127,14 @@ def test_torch_loop_stays_on_cpu_where_a_gpu_is(
 
 
 def test_one_rank_bit_identical_and_ships_every_sample(policy_dir: Path) -> None:
-    double, rollout = trainer(), FakeRollout()
-    with double.serve() as server, rollout.serve() as control:
-        found = loop(policy_dir, server.address, control.address)
+    double, rollout = trainer(), MemoryServer(policy=policy_dir)
+    with double.serve() as server:
+        found = loop(policy_dir, server.address, rollout.address)
     assert found["same"] and found["flushed"] and found["shed"] == {}, found
     versions = Counter(s.policy_version for s in double.samples.values())
     assert versions == dict.fromkeys(range(STEPS), ROWS)
     assert rollout.policy_version == STEPS - 1
+    rollout.stop()
 
 
 def test_pipeline_stages_ship_same_samples_as_whole_policy(seen: Seen, policy_dir: Path) -> None:

@@ -13,14 +13,14 @@ import httpx
 import pytest
 from prometheus_client import CollectorRegistry, start_http_server
 
+from benchmarks.publish_faults.memory_server import MemoryServer
 from examples.local_prometheus import INSTALL, LocalPrometheus
 from policy_bridge import PolicyBridge
 from policy_bridge.metrics import BridgeCollector
 from slipstream.v1 import rollout_server_pb2 as pb
 from tests.deploy import expressions
 from tests.deploy.expressions import Expression
-from tests.draft_trainer.fleet_double import RolloutDouble
-from tests.draft_trainer.rig import make_config, running, train_until_released
+from tests.draft_trainer.rig import make_config, running, train_until_released, write_draft
 from tests.rollout_server.checkpoints import load
 from tests.rollout_server.live import Live, prompts, until
 
@@ -58,7 +58,7 @@ def watched(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Watched]:
     folder = tmp_path_factory.mktemp("watched")
-    live, double = server, RolloutDouble()
+    live, double = server, MemoryServer(write_draft(folder / "initial"))
     config = make_config(folder, publish={"rollout_servers": [double.address]})
     registry = CollectorRegistry()
     registry.register(BridgeCollector(PolicyBridge.disabled()))

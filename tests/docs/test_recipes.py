@@ -23,13 +23,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
+from benchmarks.publish_faults.memory_server import MemoryServer
 from policy_bridge import BridgeConfig, PolicyBridge
 from policy_bridge.adapters.pipeline import StagedPolicy
 from tests.adapters.test_hook_points import HOOKS
 from tests.completions_server import Completions, choice, serving
 from tests.docs import frameworks, recipes_verl
 from tests.policy_bridge.conftest import VOCAB, make_model
-from tests.policy_bridge.doubles import DEADLINE, FakeRollout, FakeTrainer
+from tests.policy_bridge.doubles import DEADLINE, FakeTrainer
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 RECIPES = (
@@ -77,7 +78,7 @@ class Row:
 @dataclass
 class Rig:
     trainer: FakeTrainer
-    rollout: FakeRollout
+    rollout: MemoryServer
     address: str
 
     def check(
@@ -105,9 +106,9 @@ class Rig:
 
     def check_pushed(self, version: int, expected: dict[str, torch.Tensor]) -> None:
         assert self.rollout.policy_version == version
-        assert self.rollout.live.keys() == expected.keys()
+        assert self.rollout.policy.keys() == expected.keys()
         for name, tensor in expected.items():
-            assert torch.equal(self.rollout.live[name], tensor.bfloat16()), name
+            assert torch.equal(self.rollout.policy[name], tensor.bfloat16()), name
 
 
 @pytest.fixture
@@ -118,13 +119,14 @@ def rig(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
         monkeypatch.setitem(sys.modules, name, module)
     rendezvous = f"file://{tmp_path / 'rendezvous'}"
     dist.init_process_group("gloo", init_method=rendezvous, rank=0, world_size=1)
-    rollout, trainer = FakeRollout(), FakeTrainer()
+    make_model().save_pretrained(tmp_path / "policy")
+    rollout, trainer = MemoryServer(policy=tmp_path / "policy"), FakeTrainer()
+    trainer.rollout_servers = (rollout.address,)
     try:
-        with rollout.serve() as served:
-            trainer.rollout_servers = (served.address,)
-            with trainer.serve() as server:
-                yield Rig(trainer, rollout, server.address)
+        with trainer.serve() as server:
+            yield Rig(trainer, rollout, server.address)
     finally:
+        rollout.stop()
         dist.destroy_process_group()
 
 
@@ -377,11 +379,13 @@ def test_prime_rl(
     run("prime-rl")
 
 
-def test_openrlhf(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_openrlhf(rig: Rig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     rows, data, asked, ran = some_rows(), padded(some_rows()), [], []
     policy = make_model()
     # A router's bias, which a checkpoint has and an optimizer has not.
     policy.model.layers[1].mlp.register_buffer("e_score_correction_bias", torch.ones(4))
+    policy.save_pretrained(tmp_path / "policy")
+    rig.rollout.restart()
 
     class Server(Completions):
         def answer(self, body: dict[str, Any]) -> tuple[int, list[dict[str, Any]]]:

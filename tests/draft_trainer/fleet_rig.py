@@ -10,6 +10,7 @@ from typing import Any
 import grpc
 import torch
 
+from benchmarks.publish_faults.memory_server import MemoryServer
 from draft_trainer.config import CanaryConfig, PublishConfig
 from draft_trainer.counters import _FLEET_EVENTS, Counters, by_label
 from draft_trainer.releases.canary import AcceptanceWatch, Canary
@@ -18,7 +19,6 @@ from draft_trainer.releases.publisher import Publisher
 from draft_trainer.releases.reconcile import Reconciler
 from draft_trainer.releases.registry import Registry, open_promotions
 from slipstream.v1 import release_pb2
-from tests.draft_trainer.fleet_double import RolloutDouble
 from tests.draft_trainer.rig import write_draft
 from tests.draft_trainer.synthetic import head
 
@@ -49,9 +49,10 @@ class Rig:
         canary: CanaryConfig | None = None,
         **publish: Any,
     ) -> None:
-        self.doubles = [RolloutDouble() for _ in range(servers)]
+        self.initial = write_draft(tmp_path / "initial")
+        self.servers = [MemoryServer(self.initial) for _ in range(servers)]
         self.registry = Registry(tmp_path / "registry")
-        self.registry.import_initial(write_draft(tmp_path / "initial"))
+        self.registry.import_initial(self.initial)
         for seed in range(1, RELEASES):
             model = head(seed)
             self.registry.create(
@@ -67,7 +68,7 @@ class Rig:
         self.counters = Counters()
         self.fleet = Fleet(
             PublishConfig(
-                rollout_servers=tuple(d.address for d in self.doubles),
+                rollout_servers=tuple(server.address for server in self.servers),
                 **{
                     # No test waits one of these out: each server answers, or its port is closed.
                     **dict.fromkeys(
@@ -101,15 +102,15 @@ class Rig:
         assert self.watch.stop(LONG)
         self.fleet = Fleet(self.fleet.config)
         self.watch = AcceptanceWatch(self.fleet)
-        for double in self.doubles:
-            double.watched.clear()
+        for server in self.servers:
+            server.watched.clear()
         self.restart()
 
     def watching(self) -> None:
         """Until every server's counters are followed: what is drafted from now on is seen."""
-        self.watch.follow(double.address for double in self.doubles)
-        for double in self.doubles:
-            assert double.watched.wait(LONG)
+        self.watch.follow(server.address for server in self.servers)
+        for server in self.servers:
+            assert server.watched.wait(LONG)
 
     def draft(self, version: int, accepted: Sequence[int], steps: int) -> None:
         """So many steps on every server that serves ``version``, until the watch has seen them.
@@ -121,9 +122,9 @@ class Rig:
         """
         before, servers = self.seen(version), self.served.count(version)
         for _ in range(steps // 100):
-            for double in self.doubles:
-                if double.state.draft_version == version:
-                    double.draft(100, accepted)
+            for server in self.servers:
+                if server.state.draft_version == version:
+                    server.draft(100, accepted)
         revision, deadline = 0, time.monotonic() + LONG
         while self.seen(version) < before + servers * steps:
             assert time.monotonic() < deadline, "not seen"
@@ -131,8 +132,14 @@ class Rig:
 
     def seen(self, version: int) -> int:
         """Verification steps of a release that the watch knows of."""
-        addresses = [double.address for double in self.doubles]
+        addresses = [server.address for server in self.servers]
         return sum(batch.drafts for batch in self.watch.since(version, addresses, 0.0))
+
+    def put(self, index: int, version: int, tensors_of: int | None = None) -> None:
+        """Have a server serve a release, or this number with the bytes of another one, as if
+        somebody else had committed it there."""
+        tensors = self.registry.tensors(version if tensors_of is None else tensors_of)
+        self.servers[index].put(version, tensors)
 
     def heal(self) -> None:
         """One round of the reconciler."""
@@ -145,32 +152,32 @@ class Rig:
 
     def reachable(self, index: int) -> None:
         """Until the channel to a server that was started again is up."""
-        channel = self.fleet.client(self.doubles[index].address)._channel
+        channel = self.fleet.client(self.servers[index].address)._channel
         grpc.channel_ready_future(channel).result(timeout=20)
 
     @property
     def served(self) -> list[int]:
-        return [d.state.draft_version for d in self.doubles]
+        return [server.state.draft_version for server in self.servers]
 
     @property
     def policies(self) -> list[int]:
-        return [d.state.policy_version for d in self.doubles]
+        return [server.state.policy_version for server in self.servers]
 
     def stage_policy(self, version: int) -> str:
-        for double in self.doubles:
-            double.stage_policy(f"policy-{version}", version)
+        for server in self.servers:
+            server.stage_policy(f"policy-{version}", version)
         return f"policy-{version}"
 
     def assert_live(self, version: int) -> None:
         """Every server holds exactly the release's bytes."""
         tensors = self.registry.tensors(version)
-        for double in self.doubles:
-            assert double.live.keys() == tensors.keys()
-            assert all(torch.equal(double.live[n], t) for n, t in tensors.items())
+        for server in self.servers:
+            assert server.live.keys() == tensors.keys()
+            assert all(torch.equal(server.live[n], t) for n, t in tensors.items())
 
     def close(self) -> None:
         self.fleet.close()
         assert self.watch.stop(LONG)
         self.registry.close()
-        for double in self.doubles:
-            double.stop()
+        for server in self.servers:
+            server.stop()

@@ -233,7 +233,7 @@ def exact_head(batch: Batch, steps: int, first_anchor: int) -> tuple[list[Tensor
     return outputs, torch.eye(VOCAB)
 
 
-def test_pseudo_values_have_the_estimate_as_mean_and_batching_changes_nothing() -> None:
+def test_jackknife_mean_is_estimate_in_any_batching() -> None:
     policy = Policy()
     samples = policy.samples(20)
     whole = expected_acceptance(head(5), samples, policy.heads(), K, "probabilistic")

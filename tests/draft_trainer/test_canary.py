@@ -38,7 +38,7 @@ def settle(
 
 
 @pytest.mark.parametrize("servers", [4, 1])
-def test_a_ruined_draft_that_was_forced_is_rolled_back(
+def test_ruined_draft_promoted_by_hand_is_rolled_back(
     make_rig: Callable[..., Rig], servers: int
 ) -> None:
     rig = make_rig(servers, CanaryConfig(share=0.25, max_seconds=120.0))
@@ -47,7 +47,7 @@ def test_a_ruined_draft_that_was_forced_is_rolled_back(
     assert rig.publisher.promote(2, pin=True).changes
     assert rig.served.count(2) == 1
     assert settle(rig, 2, RUINED, others=True) <= 2000
-    assert rig.served == [0] * len(rig.doubles)
+    assert rig.served == [0] * len(rig.servers)
     now = rig.promotions.now
     assert (now.promoted, now.pinned, now.live, now.good) == (0, False, 0, (0,))
     assert (now.intent, now.trial) == (None, None)
@@ -55,23 +55,23 @@ def test_a_ruined_draft_that_was_forced_is_rolled_back(
     assert fleet_events(rig.counters)["canary_rolled_back"] == 1
     line = rig.promotions.state.events.since(0)[-1].reason
     assert "draft 2: acceptance length 1.02" in line and "draft 0: acceptance length 2.50" in line
-    assert all(list(d._state().staged) == [] for d in rig.doubles)
+    assert all(list(d.state.staged) == [] for d in rig.servers)
 
 
 @pytest.mark.parametrize("servers", [4, 1])
-def test_a_draft_as_good_goes_to_everybody(make_rig: Callable[..., Rig], servers: int) -> None:
+def test_equal_draft_passes_canary_trial(make_rig: Callable[..., Rig], servers: int) -> None:
     rig = make_rig(servers, CanaryConfig(share=0.25, max_seconds=120.0))
     rig.watching()
     rig.draft(0, GOOD, 6000)
     rig.publisher.promote(1, pin=False)
     settle(rig, 1, others=True)
-    assert rig.served == [1] * len(rig.doubles)
+    assert rig.served == [1] * len(rig.servers)
     rig.assert_live(1)
     assert rig.promotions.now.good == (0, 1) and rig.promotions.now.trial is None
     assert ("canary_promoted", 1) in rig.events()
 
 
-def test_a_trial_on_some_servers_comes_first(make_rig: Callable[..., Rig]) -> None:
+def test_canary_trial_on_some_servers_comes_first(make_rig: Callable[..., Rig]) -> None:
     rig = make_rig(4, CanaryConfig(share=0.5, max_seconds=120.0))
     rig.publisher.promote(1, pin=False)
     assert sorted(rig.served) == [0, 0, 1, 1]
@@ -82,7 +82,7 @@ def test_a_trial_on_some_servers_comes_first(make_rig: Callable[..., Rig]) -> No
     assert "draft 1 on trial" in caught.value.found
     rig.promotions.offer(3)
     prepared = rig.publisher.prepare()
-    assert not prepared.changes and {*prepared.outcomes} == {d.address for d in rig.doubles}
+    assert not prepared.changes and {*prepared.outcomes} == {d.address for d in rig.servers}
     rig.publisher.complete(7, rig.stage_policy(7))
     assert rig.policies == [7] * 4 and sorted(rig.served) == [0, 0, 1, 1]
     rig.heal()
@@ -94,13 +94,13 @@ def test_a_trial_on_some_servers_comes_first(make_rig: Callable[..., Rig]) -> No
 
 
 @pytest.mark.parametrize("fault", ["stage", "commit"])
-def test_a_promotion_to_the_rest_that_fails_takes_the_canaries_back(
+def test_failed_promotion_after_trial_rolls_canaries_back(
     make_rig: Callable[..., Rig], fault: str
 ) -> None:
     rig = make_rig(3, CanaryConfig(share=0.34))
     rig.publisher.promote(1, pin=False)
     assert rig.served.count(1) == 1
-    other = next(d for d in rig.doubles if d.state.draft_version == 0)
+    other = next(d for d in rig.servers if d.state.draft_version == 0)
     if fault == "stage":
         other.faults.stage = True
     else:
@@ -115,7 +115,7 @@ def test_a_promotion_to_the_rest_that_fails_takes_the_canaries_back(
 
 
 @pytest.mark.parametrize("share", [0.5, 1.0])
-def test_no_traffic_is_no_verdict_and_the_trial_goes_on_when_traffic_comes(
+def test_trial_without_traffic_is_undecided_until_traffic(
     make_rig: Callable[..., Rig], share: float
 ) -> None:
     rig = make_rig(2, CanaryConfig(share=share, max_seconds=0.05))
@@ -139,7 +139,7 @@ def test_no_traffic_is_no_verdict_and_the_trial_goes_on_when_traffic_comes(
 
 @pytest.mark.parametrize("live", [0, 1], ids=["good", "undecided"])
 @pytest.mark.parametrize("fault", ["stopped", "not ready"])
-def test_a_release_that_may_have_taken_its_servers_down_goes_to_no_other(
+def test_release_with_dead_canaries_is_rolled_back(
     make_rig: Callable[..., Rig], live: int, fault: str
 ) -> None:
     """Whatever the others serve."""
@@ -153,11 +153,11 @@ def test_a_release_that_may_have_taken_its_servers_down_goes_to_no_other(
     rig.publisher.promote(2, pin=False)
     assert not rig.promotions.now.trial.undecided  # type: ignore[union-attr]
     (first,) = rig.promotions.now.canaries
-    double = next(d for d in rig.doubles if d.address == first)
+    server = next(d for d in rig.servers if d.address == first)
     if fault == "stopped":
-        double.stop()
+        server.stop()
     else:
-        double.state.not_ready = "its workers ended"
+        server.run(server.control.report, "workers", "its workers ended")
     rig.fleet.states()
     settle(rig, live)
     assert rig.events()[-1] == ("canary_rolled_back", 2) and rig.promotions.now.trial is None
@@ -165,29 +165,27 @@ def test_a_release_that_may_have_taken_its_servers_down_goes_to_no_other(
 
 
 @pytest.mark.parametrize("idle", [0, 1], ids=["all draft", "first is idle"])
-def test_a_release_is_first_tried_where_drafts_are_made(
-    make_rig: Callable[..., Rig], idle: int
-) -> None:
+def test_canaries_are_chosen_where_drafts_are_made(make_rig: Callable[..., Rig], idle: int) -> None:
     """And where nothing is drafted after all, it goes to the others."""
     rig = make_rig(4, CanaryConfig(share=0.25, max_seconds=0.05))
     rig.watching()
-    doubles = sorted(rig.doubles, key=lambda double: double.address)
-    for double in doubles[idle:]:
-        double.draft(400, [280, 200, 120])
+    servers = sorted(rig.servers, key=lambda server: server.address)
+    for server in servers[idle:]:
+        server.draft(400, [280, 200, 120])
     revision = 0
     while rig.seen(0) < 400 * (4 - idle):
         revision = rig.watch.wait_beyond(revision, LONG)
     rig.promotions.offer(1)
     rig.publisher.prepare()
     rig.publisher.complete(0, "")
-    assert rig.promotions.now.canaries == (doubles[idle].address,)
+    assert rig.promotions.now.canaries == (servers[idle].address,)
     rig.draft(0, GOOD, 400)
     settle(rig)
     assert rig.served == [1] * 4 and rig.promotions.now.promoted == 1
     assert rig.events()[-1] == ("committed", 1) and ("canary_undecided", 1) in rig.events()
 
 
-def test_untested_releases_do_not_lower_what_the_next_is_compared_with(
+def test_undecided_releases_never_become_incumbent(
     make_rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each release loses a little and replaces the one before it in its trial."""
@@ -215,7 +213,7 @@ def test_untested_releases_do_not_lower_what_the_next_is_compared_with(
     assert rig.promotions.now.promoted == 0
 
 
-def test_a_fleet_without_figures_of_the_incumbent_measures_it_first(
+def test_incumbent_without_figures_is_measured_first(
     make_rig: Callable[..., Rig],
 ) -> None:
     rig = make_rig(1, CanaryConfig())
@@ -234,7 +232,7 @@ def test_a_fleet_without_figures_of_the_incumbent_measures_it_first(
     assert rig.served == [1] and not rig.promotions.now.hold
 
 
-def test_a_sync_commits_nothing_that_was_staged_before_the_incumbent_is_measured(
+def test_sync_commits_no_draft_while_incumbent_is_measured(
     make_rig: Callable[..., Rig],
 ) -> None:
     rig = make_rig(1, CanaryConfig())
@@ -246,11 +244,11 @@ def test_a_sync_commits_nothing_that_was_staged_before_the_incumbent_is_measured
     assert rig.publisher.settle()
     assert not rig.publisher.complete(7, rig.stage_policy(7)).changes
     assert rig.served == [0] and rig.policies == [7] and rig.promotions.now.measuring
-    assert list(rig.doubles[0]._state().staged) == []
+    assert list(rig.servers[0].state.staged) == []
 
 
 @pytest.mark.parametrize("by_hand", [False, True], ids=["in time", "by hand"])
-def test_an_incumbent_that_cannot_be_measured_holds_nothing_up_for_ever(
+def test_measuring_incumbent_ends_without_traffic(
     make_rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch, by_hand: bool
 ) -> None:
     """Nothing is drafted while it is served: no draft length pays, or drafting was turned off."""
@@ -279,9 +277,7 @@ def test_an_incumbent_that_cannot_be_measured_holds_nothing_up_for_ever(
 
 
 @pytest.mark.parametrize("accepted", [GOOD, RUINED])
-def test_a_roll_back_by_hand_is_tried_too(
-    make_rig: Callable[..., Rig], accepted: list[int]
-) -> None:
+def test_roll_back_by_hand_starts_trial(make_rig: Callable[..., Rig], accepted: list[int]) -> None:
     rig = make_rig(1, CanaryConfig())
     rig.watching()
     rig.draft(0, GOOD, 6000)
@@ -301,16 +297,16 @@ def test_a_roll_back_by_hand_is_tried_too(
         assert rig.served == [2] and rig.promotions.now.good == (0, 2)
 
 
-def test_canaries_that_sleep_are_no_reason_to_roll_back(make_rig: Callable[..., Rig]) -> None:
+def test_sleeping_canaries_count_as_ready(make_rig: Callable[..., Rig]) -> None:
     """A loop may put its servers to sleep before there is a verdict."""
     rig = make_rig(2, CanaryConfig(share=0.5, max_seconds=0.01))
     rig.watching()
     rig.publisher.promote(1, pin=False)
     trial = rig.promotions.now.trial
     assert trial is not None
-    (double,) = [double for double in rig.doubles if double.address in trial.servers]
-    for not_ready, ready in (("draft read back from memory: worker 0: asleep", True), ("x", False)):
-        double.state.not_ready = not_ready
+    (server,) = [server for server in rig.servers if server.address in trial.servers]
+    for found, ready in (("asleep", True), ("differs", False)):
+        server.read_back(found)
         rig.fleet.states()
         assert rig.fleet.any_ready(trial.servers) is ready
 
@@ -325,7 +321,7 @@ def test_figures_of_the_incumbent_survive_a_pause(
     rig.publisher.measure()
     known = rig.promotions.now.figures
     later = time.monotonic() + 0.9 * HISTORY_SECONDS
-    seen = rig.canary.watch._seen[rig.doubles[0].address]
+    seen = rig.canary.watch._seen[rig.servers[0].address]
     rig.draft(0, GOOD, 400)
     tail = seen.pop()
     seen.append(replace(tail, at=later, batch=Batch((400,) * 3, (280, 200, 120))))
@@ -337,17 +333,17 @@ def test_figures_of_the_incumbent_survive_a_pause(
         assert sum(batch.drafts for batch in figures) > sum(batch.drafts for batch in known)
 
 
-def test_an_incumbent_is_measured_until_an_equal_draft_could_pass(
+def test_incumbent_is_measured_until_equal_draft_could_pass(
     make_rig: Callable[..., Rig],
 ) -> None:
     """``canary.min_drafts`` of it are known soon, and no trial could end by them."""
     rig = make_rig(1, CanaryConfig())
     rig.watching()
     rig.draft(0, GOOD, 600)
-    assert rig.canary.figures(0, [rig.doubles[0].address]) is not None
-    assert rig.canary.figures(0, [rig.doubles[0].address], decisive=True) is None
+    assert rig.canary.figures(0, [rig.servers[0].address]) is not None
+    assert rig.canary.figures(0, [rig.servers[0].address], decisive=True) is None
     rig.draft(0, GOOD, 6000)
-    assert rig.canary.figures(0, [rig.doubles[0].address], decisive=True) is not None
+    assert rig.canary.figures(0, [rig.servers[0].address], decisive=True) is not None
 
 
 def test_figures_of_the_incumbent_survive_the_trainer(make_rig: Callable[..., Rig]) -> None:
@@ -368,7 +364,7 @@ def test_figures_of_the_incumbent_survive_the_trainer(make_rig: Callable[..., Ri
     assert rig.served == [0] and rig.events()[-1] == ("canary_rolled_back", 2)
 
 
-def test_a_large_fleet_reports_no_more_a_second_than_a_small_one(
+def test_report_interval_grows_with_fleet(
     make_rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(canary, "OFTEN", 1)
@@ -386,13 +382,13 @@ def test_a_large_fleet_reports_no_more_a_second_than_a_small_one(
     rig.draft(0, GOOD, 100)
     assert asked == [4 * canary.INTERVAL_MS] * 4
     assert {seen.maxlen for seen in rig.watch._seen.values()} == {2}
-    one = rig.doubles[0].address
+    one = rig.servers[0].address
     rig.watch.follow([one])
     assert rig.watch._seen.keys() == {one} and rig.watch._seen[one].maxlen == 8
     assert rig.seen(0) >= 100, "what is known of it stays"
 
 
-def test_a_trial_that_no_disk_knows_of_is_taken_back(
+def test_full_disk_at_trial_start_rolls_back(
     make_rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rig = make_rig(2, CanaryConfig(share=0.5))

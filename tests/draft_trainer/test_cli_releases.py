@@ -220,24 +220,6 @@ def test_a_folder_that_a_trainer_holds(tmp_path: Path, capsys: Capture) -> None:
         assert client.status().newest_release == 0
 
 
-def test_every_command_explains_itself(capsys: Capture) -> None:
-    commands = (
-        *("list", "show", "promote", "rollback"),
-        *("export", "import", "verify", "verdicts"),
-    )
-    with pytest.raises(SystemExit):
-        main(["releases", "--help"])
-    overview = capsys.readouterr().out
-    for command in commands:
-        assert f"• {command} " in overview
-        with pytest.raises(SystemExit) as caught:
-            main(["releases", command, "--help"])
-        text = capsys.readouterr().out
-        assert caught.value.code == 0
-        for option in ("--json", "--address HOST:PORT", "--timeout S", "--registry DIR"):
-            assert option in text, command
-
-
 def test_a_damaged_promoted_release_is_replaced_offline(tmp_path: Path, capsys: Capture) -> None:
     config = make_config(tmp_path)
     with running(config, train=False) as (server, _):

@@ -23,6 +23,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from benchmarks.publish_faults.memory_server import MemoryServer
 from draft_trainer.cli import top
 from draft_trainer.cli.main import main
 from draft_trainer.cli.top import Seen
@@ -31,8 +32,7 @@ from draft_trainer.training.economy import Decision
 from slipstream.client import open_channel
 from slipstream.v1 import draft_trainer_pb2 as pb
 from slipstream.v1 import draft_trainer_pb2_grpc as pb_grpc
-from tests.draft_trainer.fleet_double import RolloutDouble
-from tests.draft_trainer.rig import Client, make_config, rollouts, running
+from tests.draft_trainer.rig import Client, make_config, rollouts, running, write_draft
 from tests.draft_trainer.test_cli import PROGRAM, refused, run, serving, write_config
 
 DEADLINE = 120.0
@@ -47,16 +47,18 @@ class Live:
     address: str
     port: int
     client: Client
-    double: RolloutDouble
+    double: MemoryServer
 
 
 @pytest.fixture(scope="module")
 def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
-    double = RolloutDouble()
-    double.state.policy_version = 5
+    folder = tmp_path_factory.mktemp("console")
+    double = MemoryServer(write_draft(folder / "initial"))
+    double.stage_policy("policy-5", 5)
+    double.commit("policy-5")
     servers = [double.address, "127.0.0.1:9"]
     config = make_config(
-        tmp_path_factory.mktemp("console"),
+        folder,
         publish={"rollout_servers": servers, "reconcile_s": 0.0},
     )
     with running(config, train=False) as (server, client):

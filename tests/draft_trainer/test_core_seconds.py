@@ -9,12 +9,12 @@ import time
 
 import pytest
 
+from benchmarks.publish_faults.memory_server import MemoryServer
 from draft_trainer.config import PublishConfig
 from draft_trainer.releases.canary import AcceptanceWatch
 from draft_trainer.releases.fleet import Fleet
 from draft_trainer.training.economy import CoreSeconds, core_seconds
 from slipstream.v1.rollout_server_pb2 import ServerState
-from tests.draft_trainer.fleet_double import RolloutDouble
 from tests.draft_trainer.test_economy import Loop
 
 
@@ -30,7 +30,7 @@ def test_the_kernel_says_what_this_process_had_of_the_cores() -> None:
     assert 0 <= after.taken_since(before) <= after.ran - before.ran
 
 
-def test_only_threads_that_train_count_where_the_process_does_more() -> None:
+def test_core_seconds_count_training_threads_only() -> None:
     """Those of another nice value are the policy's, where it trains in this process."""
     trainers, ready, over = 7, threading.Event(), threading.Event()
 
@@ -56,11 +56,11 @@ def test_only_threads_that_train_count_where_the_process_does_more() -> None:
 
 
 def test_servers_that_do_not_draft_report_too() -> None:
-    double, reports = RolloutDouble(), queue.SimpleQueue[tuple[str, float]]()
+    double, reports = MemoryServer(), queue.SimpleQueue[tuple[str, float]]()
     fleet = Fleet(PublishConfig(rollout_servers=(double.address,)))
     watch = AcceptanceWatch(fleet, on_report=lambda a, s: reports.put((a, s.engine_seconds)))
     try:
-        double.state.engine_seconds = 4.0
+        double.tracker.engine_seconds = 4.0
         watch.follow([double.address])
         assert reports.get(timeout=60) == (double.address, 4.0)
     finally:
@@ -69,7 +69,7 @@ def test_servers_that_do_not_draft_report_too() -> None:
         assert watch.stop(60)
 
 
-def test_servers_that_a_person_switched_off_do_not_say_what_pays() -> None:
+def test_servers_switched_off_by_hand_are_not_counted() -> None:
     loop = Loop()
     loop.judge(3.0, 3.0, released=True)
     loop.step(10.0, training=5.0, speed_up=1.5)
@@ -82,7 +82,7 @@ def test_servers_that_a_person_switched_off_do_not_say_what_pays() -> None:
         assert loop.economy._saved_share(1.9, 1.1, 3.0) == pytest.approx(share)
 
 
-def test_a_server_that_drafts_nothing_needs_no_report_from_before() -> None:
+def test_idle_server_needs_no_earlier_report() -> None:
     """The trainer restarted, or heard nothing of it for a version."""
     loop = Loop()
     loop.judge(3.0, 3.0, released=True)
@@ -91,7 +91,7 @@ def test_a_server_that_drafts_nothing_needs_no_report_from_before() -> None:
     assert loop.economy._speed_ups == {"a": 1.0}
 
 
-def test_servers_on_which_no_draft_ever_paid_are_no_reason_to_train() -> None:
+def test_servers_without_gain_do_not_justify_training() -> None:
     loop = Loop()
     loop.judge(4.0, 4.0, released=True)
     for _ in range(5):

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.publish_faults.memory_server import MemoryServer
 from draft_trainer.cli.doctor import first_problem
 from draft_trainer.cli.main import main
 from draft_trainer.config_file import load_config, parse_config
@@ -16,7 +17,6 @@ from slipstream.v1.console_pb2 import Diagnosis, ServerView, TrialView
 from slipstream.v1.draft_trainer_pb2 import TrainerStatus
 from slipstream.v1.release_pb2 import Verdict
 from slipstream.v1.rollout_server_pb2 import ServerState
-from tests.draft_trainer.fleet_double import RolloutDouble
 from tests.draft_trainer.rig import make_config, rollouts, running, write_draft
 from tests.draft_trainer.synthetic import Policy
 from tests.draft_trainer.test_cli import run, write_config
@@ -356,8 +356,7 @@ def test_doctor_of_a_running_trainer(
 def test_a_configuration_is_checked_before_the_trainer_is_started(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], policy_dir: Path
 ) -> None:
-    double = RolloutDouble()
-    double.state.num_speculative_tokens, double.state.draft_sample_method = 2, "greedy"
+    double = MemoryServer(draft_length=2, draft_sample_method="greedy")
     publish = {"rollout_servers": [double.address, "127.0.0.1:9"]}
     config = write_config(tmp_path, publish=publish, server={"port": 9})
     code, text = run(capsys, "serve", "--check", "--config", str(config))
@@ -378,8 +377,7 @@ def test_a_draft_is_released_with_nothing_in_the_toml_but_the_draft_and_the_serv
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """24 prompts of 12 to 20 tokens a policy version: far below what the defaults once needed."""
-    double = RolloutDouble()
-    write_draft(tmp_path / "draft")
+    double = MemoryServer(write_draft(tmp_path / "draft"))
     file = tmp_path / "trainer.toml"
     file.write_text(
         f'[draft]\ninitial = "draft"\n[publish]\nrollout_servers = ["{double.address}"]\n'

@@ -18,7 +18,7 @@ from slipstream.security import ClientCredentials
 from tests.security.certificates import write_token
 
 
-def test_a_name_is_looked_up_again_and_the_last_answer_outlives_the_name_service(
+def test_dns_failure_keeps_last_known_members(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     answers: list[list[str] | None] = [["a", "b"], ["b", "c"], None, []]
@@ -48,7 +48,7 @@ def test_list_and_dns_names_together(monkeypatch: pytest.MonkeyPatch) -> None:
     assert members.addresses() == ("h:1", "10.0.0.1:50061", "10.0.0.2:50061", "[fd00::1]:50061")
 
 
-def test_a_file_is_read_again_and_what_it_said_outlives_it(tmp_path: Path) -> None:
+def test_missing_member_file_keeps_last_known_members(tmp_path: Path) -> None:
     config = tmp_path / "trainer.toml"
     config.write_text(
         '[draft]\ninitial = "d"\nregistry = "r"\n[publish]\nrollout_servers = ["file:fleet"]\n'
@@ -80,7 +80,7 @@ def test_bad_addresses_are_refused(address: str) -> None:
     assert "publish.rollout_servers" in caught.value.field
 
 
-def test_a_fleet_knows_its_first_members_however_late_and_keeps_them(
+def test_fleet_start_waits_for_slow_lookup(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     over = threading.Event()
@@ -103,7 +103,7 @@ def test_a_fleet_knows_its_first_members_however_late_and_keeps_them(
     over.set()
 
 
-def test_a_member_that_may_not_be_asked_keeps_no_other_from_being_asked(
+def test_member_without_tls_is_left_out_alone(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fleets, "LOOK_UP_SECONDS", 25.0)

@@ -164,11 +164,11 @@ def test_a_fleet_that_is_published_to_and_healed(rig: Rig) -> None:
     assert rig.counters.servers == {"known": 3, "reachable": 3, "ready": 3, "current": 3}
     assert rig.promotions.now.live_at is not None
     # Somebody else's commit, and a server that says that it is not ready.
-    rig.doubles[0].state.draft_version = 1
-    rig.doubles[1].state.not_ready = "nothing accepted"
+    rig.put(0, 1)
+    rig.servers[1].accept_nothing()
     rig.heal()
     assert by_label(rig.counters.heals) == {"other_version": 1, "not_ready": 1}
-    rig.doubles[2].stop()
+    rig.servers[2].stop()
     rig.heal()
     assert (rig.counters.servers["known"], rig.counters.servers["reachable"]) == (3, 2)
 

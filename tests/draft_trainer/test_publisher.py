@@ -15,7 +15,7 @@ from tests.draft_trainer.fleet_rig import LONG, Rig, fleet_events
 from tests.waiting import until
 
 
-def test_policy_is_committed_without_a_prepare_and_nothing_without_both(rig: Rig) -> None:
+def test_complete_without_prepare_commits_policy_alone(rig: Rig) -> None:
     rig.promotions.offer(1)
     assert all(
         o.committed for o in rig.publisher.complete(4, rig.stage_policy(4)).outcomes.values()
@@ -26,15 +26,15 @@ def test_policy_is_committed_without_a_prepare_and_nothing_without_both(rig: Rig
     assert rig.served == [0, 0, 0]
 
 
-def test_staging_failure_leaves_the_fleet_and_the_policy_goes_on(rig: Rig) -> None:
+def test_stage_failure_keeps_drafts_and_commits_policy(rig: Rig) -> None:
     rig.promotions.offer(1)
-    rig.doubles[1].faults.stage = True
+    rig.servers[1].faults.stage = True
     prepared = rig.publisher.prepare()
     assert (prepared.draft_version, prepared.changes) == (0, False)
-    errors = [prepared.outcomes[d.address].error for d in rig.doubles]
+    errors = [prepared.outcomes[d.address].error for d in rig.servers]
     assert "staging failed" in errors[1] and "a wrong shape" in errors[1]
     assert all("draft-1 was aborted" in errors[i] for i in (0, 2))
-    assert all(("Abort", ("draft-1",)) in d.calls for d in rig.doubles)
+    assert all(("Abort", ("draft-1",)) in d.calls for d in rig.servers)
     result = rig.publisher.complete(7, rig.stage_policy(7))
     assert rig.policies == [7, 7, 7]
     assert rig.served == [0, 0, 0]
@@ -42,61 +42,83 @@ def test_staging_failure_leaves_the_fleet_and_the_policy_goes_on(rig: Rig) -> No
     assert all(o.error == "" and o.committed for o in result.outcomes.values())
     assert fleet_events(rig.counters) == {"stage_failed": 1, "policy_only": 1}
     # The next sync tries again.
-    rig.doubles[1].faults.stage = False
+    rig.servers[1].faults.stage = False
     rig.publisher.prepare()
     rig.publisher.complete(8, "")
     assert rig.served == [1, 1, 1]
 
 
-def test_commit_failure_rolls_the_fleet_back_and_the_policy_is_committed(rig: Rig) -> None:
+def test_commit_failure_rolls_back_fleet_and_commits_policy(rig: Rig) -> None:
     rig.promotions.offer(1)
     rig.publisher.prepare()
-    rig.doubles[2].faults.commit = {"draft-1"}
+    rig.servers[2].faults.commit = {"draft-1"}
     result = rig.publisher.complete(7, rig.stage_policy(7))
     assert rig.served == [0, 0, 0]
     assert rig.policies == [7, 7, 7]
     assert (result.draft_version, result.changes) == (0, False)
-    outcomes = [result.outcomes[d.address] for d in rig.doubles]
+    outcomes = [result.outcomes[d.address] for d in rig.servers]
     assert all(o.committed and not o.draft_committed for o in outcomes)
     assert "weights that load" in outcomes[2].error
     assert "policy-7 was committed without it" in outcomes[2].error
     for outcome in outcomes[:2]:
-        assert "draft 1 was rolled back: it failed on " + rig.doubles[2].address in outcome.error
+        assert "draft 1 was rolled back: it failed on " + rig.servers[2].address in outcome.error
         assert outcome.state is not None and outcome.state.draft_version == 0
-    assert rig.doubles[2].commits() == [("draft-1", "policy-7"), ("policy-7",)]
+    assert rig.servers[2].commits() == [("draft-1", "policy-7"), ("policy-7",)]
     assert rig.promotions.now.good == (0,)
     assert fleet_events(rig.counters) == {"rolled_back": 1}
 
 
-def test_rolling_back_stages_the_last_good_release_where_the_server_cannot(rig: Rig) -> None:
+def test_roll_back_stages_last_good_release_where_needed(rig: Rig) -> None:
     rig.publisher.promote(1, pin=False)
     rig.promotions.offer(2)
     rig.publisher.prepare()
-    rig.doubles[0].faults.commit = {"draft-2"}
+    rig.servers[0].faults.commit = {"draft-2"}
     # The server in the middle came back with another draft while the publish ran.
-    rig.doubles[1].state.draft_version = 0
+    rig.put(1, 0)
     result = rig.publisher.complete(0, "")
     assert result.draft_version == 1
     assert rig.served == [1, 1, 1]
     rig.assert_live(1)
-    assert ("RollBack", ()) in rig.doubles[2].calls
-    assert rig.doubles[1].commits()[-1] == ("draft-1",)
+    assert ("RollBack", ()) in rig.servers[2].calls
+    assert rig.servers[1].commits()[-1] == ("draft-1",)
 
 
-def test_lost_answer_is_settled_by_reading_the_state_back(rig: Rig) -> None:
+def test_lost_answer_is_settled_by_server_state(rig: Rig) -> None:
     rig.promotions.offer(1)
     rig.publisher.prepare()
-    rig.doubles[0].faults.lose_answer = True
+    rig.servers[0].faults.lose_answer = True
     result = rig.publisher.complete(7, rig.stage_policy(7))
     assert (result.draft_version, result.changes) == (1, True)
     assert rig.served == [1, 1, 1]
-    assert rig.doubles[0].commits() == [("draft-1", "policy-7")]
+    assert rig.servers[0].commits() == [("draft-1", "policy-7")]
 
 
-def test_a_server_that_cannot_be_caught_up_is_no_roll_back(rig: Rig) -> None:
+def test_lost_answer_of_server_without_draft_rolls_back(rig: Rig) -> None:
+    """It restarted during the commit, and serves what it served before."""
     rig.publisher.promote(1, pin=False)
-    back, bad, _ = rig.doubles
-    back.state.draft_version = bad.state.draft_version = 0
+    rig.servers[1].faults.drop = "forget"
+    result = rig.publisher.promote(2, pin=False)
+    assert (result.draft_version, result.changes) == (1, False)
+    assert not result.outcomes[rig.servers[1].address].draft_committed
+    assert rig.served == [1, 1, 1] and rig.promotions.now.live == 1
+
+
+def test_roll_back_replaces_other_content_of_same_version(rig: Rig) -> None:
+    """One server had it as its draft before, another one serves it."""
+    rig.put(0, 0, tensors_of=3)
+    rig.publisher.promote(1, pin=False)
+    rig.put(1, 0, tensors_of=3)
+    result = rig.publisher.roll_back("test")
+    assert all(outcome.committed for outcome in result.outcomes.values())
+    assert rig.served == [0, 0, 0]
+    rig.assert_live(0)
+
+
+def test_failed_catch_up_of_one_server_is_no_roll_back(rig: Rig) -> None:
+    rig.publisher.promote(1, pin=False)
+    back, bad, _ = rig.servers
+    rig.put(0, 0)
+    rig.put(1, 0)
     bad.faults.commit = {"draft-1"}
     rig.publisher.prepare()
     result = rig.publisher.complete(7, rig.stage_policy(7))
@@ -109,9 +131,9 @@ def test_a_server_that_cannot_be_caught_up_is_no_roll_back(rig: Rig) -> None:
     assert rig.events() == [("committed", 1)]
 
 
-def test_whole_fleet_away(rig: Rig) -> None:
-    for double in rig.doubles:
-        double.stop()
+def test_publish_to_unreachable_fleet_fails(rig: Rig) -> None:
+    for server in rig.servers:
+        server.stop()
     rig.promotions.offer(1)
     assert not rig.publisher.prepare().changes
     result = rig.publisher.complete(7, "policy-7")
@@ -120,26 +142,25 @@ def test_whole_fleet_away(rig: Rig) -> None:
     assert fleet_events(rig.counters) == {"policy_failed": 1}
 
 
-def test_a_server_that_the_policy_could_not_be_staged_on_gets_the_draft(rig: Rig) -> None:
+def test_server_without_policy_stage_gets_draft(rig: Rig) -> None:
     """Else it would be rolled back on all of them, at every sync."""
     rig.publisher.promote(1, pin=False)
     rig.promotions.offer(2)
     rig.publisher.prepare()
     stage_id = rig.stage_policy(7)
-
-    del rig.doubles[0]._staged[stage_id]
+    rig.servers[0].abort(stage_id)
     result = rig.publisher.complete(7, stage_id)
     assert rig.served == [2, 2, 2] and rig.policies[1:] == [7, 7] and result.changes
-    lacking = result.outcomes[rig.doubles[0].address]
+    lacking = result.outcomes[rig.servers[0].address]
     assert (lacking.committed, lacking.draft_committed) == (False, True)
     assert f"{stage_id} was not committed" in lacking.error
 
 
 @pytest.mark.parametrize("kind", ["none", "ngram"])
-def test_a_server_without_a_draft_keeps_no_release_from_the_others(rig: Rig, kind: str) -> None:
+def test_server_without_draft_weights_is_left_out(rig: Rig, kind: str) -> None:
     """It is in the list because policies are pushed to it, too."""
-    rig.doubles[0].state.draft_kind = kind
-    rig.doubles[0].state.num_speculative_tokens = 9
+    rig.servers[0].restart(draft_kind=kind, draft_dir=None, draft_length=9)
+    rig.reachable(0)
     rig.publisher.promote(1, pin=False)
     assert rig.served == [0, 1, 1]
     rig.heal()
@@ -150,24 +171,21 @@ def test_a_server_without_a_draft_keeps_no_release_from_the_others(rig: Rig, kin
     assert rig.served == [0, 2, 2] and rig.policies == [7, 7, 7]
 
 
-def test_only_changed_tensors_cross_the_wire(rig: Rig) -> None:
-    rig.publisher.promote(1, pin=False)
-    first = rig.doubles[0].bytes_received
-    size = sum(t.nbytes for t in rig.registry.tensors(1).values())
-    assert first == size
-    rig.publisher.promote(2, pin=False)
+def test_stage_sends_changed_tensors_only(rig: Rig) -> None:
     same = ("d2t", "t2d", "norm.weight")
-    unchanged = sum(
+    changed = sum(
         t.nbytes
         for n, t in rig.registry.tensors(2).items()
-        if n in same or n.endswith("norm.weight") or "layernorm" in n
+        if n not in same and not n.endswith("norm.weight") and "layernorm" not in n
     )
-    assert rig.doubles[0].bytes_received - first == size - unchanged
+    for version in (1, 2):
+        rig.publisher.promote(version, pin=False)
+        assert rig.servers[0].bytes_received == version * changed
     for name in ("stage_seconds", "commit_seconds"):
         assert rig.counters.registry.get_sample_value(f"slipstream_trainer_{name}_count") == 6
 
 
-def test_a_policy_commit_does_not_wait_for_a_publish_that_is_staging(rig: Rig) -> None:
+def test_policy_commit_does_not_wait_for_staging_publish(rig: Rig) -> None:
     started, go_on = threading.Event(), threading.Event()
     real = rig.publisher.payloads.get
 
@@ -187,27 +205,27 @@ def test_a_policy_commit_does_not_wait_for_a_publish_that_is_staging(rig: Rig) -
     assert rig.served == [1, 1, 1]
 
 
-def test_the_fleet_drafts_as_configured_else_as_its_servers_say(rig: Rig) -> None:
+def test_drafting_follows_config_then_servers(rig: Rig) -> None:
     assert rig.fleet.drafting() == (3, "probabilistic")
-    rig.doubles[1].state.num_speculative_tokens = 5
-    rig.doubles[1].state.draft_sample_method = "greedy"
+    rig.servers[1].restart(draft_length=5, draft_sample_method="greedy")
+    rig.reachable(1)
     rig.fleet.states()
     assert rig.fleet.drafting() == (5, "greedy")
     # What is known stays known while no server answers.
-    for double in rig.doubles:
-        double.stop()
+    for server in rig.servers:
+        server.stop()
     rig.fleet.states()
     assert rig.fleet.drafting() == (5, "greedy")
     rig.fleet.config = PublishConfig(num_speculative_tokens=2, draft_sample_method="probabilistic")
     assert rig.fleet.drafting() == (2, "probabilistic")
 
 
-def test_a_policy_may_take_longer_than_a_drafts_commit(make_rig: Callable[..., Rig]) -> None:
+def test_policy_commit_has_longer_deadline_than_draft(make_rig: Callable[..., Rig]) -> None:
     """vLLM's own weight transfer is received within the commit."""
     rig, go = make_rig(commit_timeout_s=0.5), threading.Event()
     rig.promotions.offer(1)
     rig.publisher.prepare()
-    first = rig.doubles[0]
+    first = rig.servers[0]
     first.faults.waits["Commit"] = go
     stage_id, results = rig.stage_policy(7), list[PublishResult]()
 

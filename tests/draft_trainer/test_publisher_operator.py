@@ -32,7 +32,7 @@ def test_promote_pins_until_promoted_without_a_pin(rig: Rig) -> None:
     assert rig.publisher.prepare().draft_version == 3
 
 
-def test_a_candidate_replaces_only_what_it_was_compared_with(rig: Rig) -> None:
+def test_offer_replaces_only_release_it_was_compared_with(rig: Rig) -> None:
     """While the gate compared release 3 with release 0, release 2 was promoted."""
     rig.publisher.promote(2, pin=False)
     assert not rig.promotions.offer(3, against=0)
@@ -41,12 +41,12 @@ def test_a_candidate_replaces_only_what_it_was_compared_with(rig: Rig) -> None:
     assert rig.promotions.now.promoted == 3
 
 
-def test_promote_that_fails_changes_nothing(rig: Rig) -> None:
-    rig.doubles[0].faults.stage = True
+def test_failed_promote_changes_nothing(rig: Rig) -> None:
+    rig.servers[0].faults.stage = True
     result = rig.publisher.promote(2, pin=True)
     assert (result.draft_version, result.changes) == (0, False)
-    rig.doubles[0].faults.stage = False
-    rig.doubles[0].faults.commit = {"draft-2"}
+    rig.servers[0].faults.stage = False
+    rig.servers[0].faults.commit = {"draft-2"}
     assert rig.publisher.promote(2, pin=True).draft_version == 0
     assert rig.served == [0, 0, 0]
     assert (rig.promotions.now.promoted, rig.promotions.now.pinned) == (0, False)
@@ -62,8 +62,8 @@ def test_promote_replaces_what_was_prepared(rig: Rig) -> None:
     rig.publisher.complete(7, rig.stage_policy(7))
     assert rig.served == [2, 2, 2]
     assert rig.policies == [7, 7, 7]
-    assert [d.commits() for d in rig.doubles] == [[("draft-2",), ("policy-7",)]] * 3
-    assert all(list(d._state().staged) == [] for d in rig.doubles)
+    assert [d.commits() for d in rig.servers] == [[("draft-2",), ("policy-7",)]] * 3
+    assert all(list(d.state.staged) == [] for d in rig.servers)
 
 
 def test_roll_back_goes_one_release_back_each_time(rig: Rig) -> None:
@@ -83,16 +83,16 @@ def test_roll_back_goes_one_release_back_each_time(rig: Rig) -> None:
 
 def test_roll_back_when_a_server_cannot(rig: Rig) -> None:
     rig.publisher.promote(1, pin=False)
-    rig.doubles[1].faults.roll_back = True
-    rig.doubles[1].faults.stage = True
+    rig.servers[1].faults.roll_back = True
+    rig.servers[1].faults.stage = True
     result = rig.publisher.roll_back("test")
     assert result.draft_version == 0
-    assert [d.state.draft_version for d in rig.doubles] == [0, 1, 0]
-    outcome = result.outcomes[rig.doubles[1].address]
+    assert [d.state.draft_version for d in rig.servers] == [0, 1, 0]
+    outcome = result.outcomes[rig.servers[1].address]
     assert not outcome.committed
     assert "putting it on draft 0 failed" in outcome.error
     # The next window brings it in line.
-    rig.doubles[1].faults.stage = False
+    rig.servers[1].faults.stage = False
     assert rig.publisher.prepare().changes
     rig.publisher.complete(0, "")
     assert rig.served == [0, 0, 0]
@@ -108,7 +108,7 @@ def test_pointer_survives_a_restart(rig: Rig) -> None:
     assert (again.promoted, again.pinned, again.good) == (2, True, (0, 1, 2))
 
 
-def test_retention_spares_every_release_that_a_roll_back_can_land_on(rig: Rig) -> None:
+def test_prune_keeps_roll_back_targets(rig: Rig) -> None:
     for version in (1, 2, 3):
         rig.publisher.promote(version, pin=False)
     assert rig.registry.prune(1, keep_bytes=1) == ()
@@ -118,9 +118,7 @@ def test_retention_spares_every_release_that_a_roll_back_can_land_on(rig: Rig) -
     assert rig.registry.prune(1, keep_bytes=1) == (1, 2)
 
 
-def test_a_release_cannot_be_removed_while_it_is_being_promoted(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_prune_keeps_release_under_promotion(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     """Retention asks what is in use, and removes, while the pointer cannot move."""
 
     def promote() -> None:
@@ -145,7 +143,7 @@ def test_a_release_cannot_be_removed_while_it_is_being_promoted(
 
 @pytest.mark.parametrize("steps", [0, 2000])
 @pytest.mark.parametrize("what", ["another run", "a restart for another run", "a day later"])
-def test_what_another_policy_accepted_of_the_incumbent_judges_no_release(
+def test_figures_of_other_policy_judge_no_release(
     make_rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch, what: str, steps: int
 ) -> None:
     rig = make_rig(1, CanaryConfig())
@@ -215,7 +213,7 @@ def one_passed(rig: Rig) -> None:
 
 
 @pytest.mark.parametrize("what", ["a day later", "another run"])
-def test_what_was_rolled_back_by_hand_is_not_served_again(
+def test_release_rolled_back_by_hand_is_not_served_again(
     make_rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
     """Not to be measured either, where nothing is known to compare the next release with."""
@@ -240,7 +238,7 @@ def test_what_was_rolled_back_by_hand_is_not_served_again(
 
 
 @pytest.mark.parametrize("how", ["roll back", "promote"])
-def test_what_passed_before_is_not_undecided_for_ever(
+def test_trial_of_good_release_ends_without_incumbent_figures(
     make_rig: Callable[..., Rig], how: str
 ) -> None:
     """A run begins before there is a verdict on what an operator went back to."""
@@ -260,7 +258,7 @@ def test_what_passed_before_is_not_undecided_for_ever(
     assert rig.events()[-1] == ("canary_promoted", 0)
 
 
-def test_a_release_promoted_in_place_of_a_damaged_one_needs_no_trial_against_it(
+def test_release_replacing_damaged_one_needs_no_trial(
     make_rig: Callable[..., Rig],
 ) -> None:
     """The fleet cannot go back to what is damaged, to measure it."""
@@ -280,7 +278,7 @@ def test_a_release_promoted_in_place_of_a_damaged_one_needs_no_trial_against_it(
     assert trial is not None and (trial.version, trial.incumbent) == (3, 2)
 
 
-def test_figures_are_taken_over_once(
+def test_figures_from_before_restart_are_taken_over_once(
     make_rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not again with each trial that begins and ends."""
@@ -298,3 +296,56 @@ def test_figures_are_taken_over_once(
     rig.draft(0, WORSE, 400)
     assert not rig.publisher.measure()
     assert sum(batch.drafts for batch in rig.promotions.now.figures) == 400
+
+
+def test_trial_ignores_drafts_of_previous_run(make_rig: Callable[..., Rig]) -> None:
+    """Of the policy that another run begins with, nothing is known of either release."""
+    rig = make_rig(1, CanaryConfig())
+    rig.run = SimpleNamespace(run_id="one", began=0.0)
+    rig.watching()
+    rig.draft(0, GOOD, 4000)
+    assert not rig.publisher.measure()
+    rig.publisher.promote(1, pin=False)
+    rig.draft(1, GOOD, 600)
+    trial = rig.promotions.now.trial
+    rig.run = SimpleNamespace(run_id="other", began=time.monotonic())
+    assert not rig.publisher.settle()
+    assert rig.served == [1] and rig.promotions.now.trial == trial
+
+
+def test_figures_from_before_restart_count_for_incumbent_only(
+    make_rig: Callable[..., Rig],
+) -> None:
+    rig = make_rig(1, CanaryConfig())
+    rig.watching()
+    rig.draft(0, GOOD, 6000)
+    assert not rig.publisher.measure()
+    rig.forget()
+    rig.watching()
+    rig.publisher.promote(1, pin=False)
+    settle(rig, 1)
+    assert rig.promotions.now.good == (0, 1)
+    assert not rig.publisher.measure()
+    assert sum(batch.drafts for batch in rig.promotions.now.figures) == rig.seen(1)
+
+
+def test_figures_of_replaced_release_are_dropped(
+    make_rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An operator rolls back while they are added up, and nothing is known of what was there."""
+    rig = make_rig(1, CanaryConfig())
+    one_passed(rig)
+    tomorrow = time.time() + 86_400
+    monkeypatch.setattr(time, "time", lambda: tomorrow)
+    figures = rig.canary.figures
+
+    def then_roll_back(*arguments: object) -> object:
+        found = figures(*arguments)  # type: ignore[arg-type]
+        assert found is not None
+        rig.publisher.roll_back("by hand")
+        return found
+
+    monkeypatch.setattr(rig.canary, "figures", then_roll_back)
+    assert not rig.publisher.measure()
+    now = rig.promotions.now
+    assert (now.live, now.trial, now.figures) == (0, None, ())

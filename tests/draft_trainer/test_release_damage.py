@@ -69,7 +69,7 @@ def test_a_damaged_release_0_is_no_other_checkpoint(tmp_path: Path) -> None:
     assert caught.value.code is StatusCode.DATA_LOSS
 
 
-def test_what_retention_removes_while_releases_are_listed_is_not_damaged(
+def test_release_pruned_during_list_is_not_damaged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     registry = Registry(tmp_path)

@@ -128,7 +128,7 @@ def test_prune_keeps_what_the_fleet_may_be_put_on(tmp_path: Path) -> None:
     assert registry.versions() == (0, 1, 3, 4, 5, 6)
 
 
-def test_what_cannot_be_removed_keeps_nothing_else_and_is_tried_again(
+def test_prune_goes_on_after_failed_removal(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A file that another machine has open on NFS."""
@@ -163,7 +163,7 @@ def test_training_goes_on_from_the_newest_that_was_trained(tmp_path: Path) -> No
     assert newest_own(registry).draft_version == 1
 
 
-def test_a_trainer_that_restarts_is_the_same_and_another_registry_is_not(tmp_path: Path) -> None:
+def test_registry_owner_survives_restart(tmp_path: Path) -> None:
     owners = []
     for name in ("a", "a", "b", "copy of a", "a"):
         if name == "copy of a":

@@ -60,7 +60,7 @@ def first_decision(
     return None, mine.drafts
 
 
-def test_an_equal_draft_is_hardly_ever_rolled_back() -> None:
+def test_equal_draft_is_rarely_rolled_back() -> None:
     """At the worst place of the null, a loss of exactly ``max_loss`` = 0, alpha = 0.05."""
     config = CanaryConfig(max_loss=0.0, alpha=0.05)
     rng = np.random.default_rng(0)
@@ -68,7 +68,7 @@ def test_an_equal_draft_is_hardly_ever_rolled_back() -> None:
     assert false_alarms <= 20
 
 
-def test_without_the_design_effect_it_would_be_rolled_back_too_often() -> None:
+def test_equal_draft_fails_often_without_design_effect() -> None:
     config = CanaryConfig(max_loss=0.0, alpha=0.05, design_effect=1.0, min_drafts=1)
     rng = np.random.default_rng(1)
     false_alarms = sum(first_decision(rng, config)[0] is False for _ in range(120))

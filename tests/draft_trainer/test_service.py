@@ -17,6 +17,7 @@ import torch
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
+from benchmarks.publish_faults.memory_server import MemoryServer
 from draft_trainer.drafters.policy import PolicyHeads
 from draft_trainer.releases import fleet
 from draft_trainer.releases.promotions import Promotions
@@ -29,7 +30,6 @@ from slipstream.errors import RefusedError
 from slipstream.sample import Sample
 from slipstream.v1 import console_pb2, release_pb2
 from slipstream.v1 import draft_trainer_pb2 as pb
-from tests.draft_trainer.fleet_double import RolloutDouble
 from tests.draft_trainer.registry_rig import create
 from tests.draft_trainer.rig import (
     DEADLINE,
@@ -43,6 +43,7 @@ from tests.draft_trainer.rig import (
     rollouts,
     running,
     train,
+    write_draft,
 )
 from tests.draft_trainer.synthetic import HIDDEN, VOCAB, Policy, draft_vocab_ids
 from tests.waiting import until
@@ -250,8 +251,7 @@ def test_a_sync_waits_for_another_publish_no_longer_than_the_call(
 ) -> None:
     """And stages nothing later, when nobody asks for it any more."""
     with ExitStack() as closing:
-        double = RolloutDouble()
-        double.state.draft_version = 9
+        double = MemoryServer(write_draft(tmp_path / "another", 9))
         closing.callback(double.stop)
         publish = {"rollout_servers": [double.address], "reconcile_s": 0.0}
         config = make_config(tmp_path, publish=publish)
@@ -260,15 +260,14 @@ def test_a_sync_waits_for_another_publish_no_longer_than_the_call(
         with monkeypatch.context() as patch, server.publisher._staged_alone():
             patch.setattr(service, "ANSWER_SECONDS", DEADLINE)
             assert refusal(client.prepare).code is grpc.StatusCode.ABORTED
-        assert not double._state().staged
+        assert not double.state.staged
         client.prepare()
-        assert double._state().staged == ["draft-0"]
+        assert double.state.staged == ["draft-0"]
 
 
 def test_a_sync_waits_for_no_name_service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with ExitStack() as closing:
-        double, over = RolloutDouble(), threading.Event()
-        double.state.draft_version = 9
+        double, over = MemoryServer(write_draft(tmp_path / "another", 9)), threading.Event()
         closing.callback(double.stop)
 
         def silent(entry: str) -> list[str]:
@@ -283,7 +282,7 @@ def test_a_sync_waits_for_no_name_service(tmp_path: Path, monkeypatch: pytest.Mo
         client.open()
         monkeypatch.setattr(fleet, "look_up", silent)
         client.prepare()
-        assert double._state().staged == ["draft-0"], "the servers that were known"
+        assert double.state.staged == ["draft-0"], "the servers that were known"
 
 
 def test_a_gate_that_ends_late_keeps_nothing_else_from_its_end(

@@ -12,6 +12,7 @@ import grpc
 import pytest
 import torch
 
+from benchmarks.publish_faults.memory_server import MemoryServer
 from draft_trainer.counters import by_label, total
 from draft_trainer.drafters.policy import PolicyHeads
 from draft_trainer.training.economy import CoreSeconds, Decision
@@ -20,7 +21,6 @@ from slipstream.errors import RefusedError
 from slipstream.sample import Sample
 from slipstream.tensors import ChunkAssembler
 from slipstream.v1 import draft_trainer_pb2 as pb
-from tests.draft_trainer.fleet_double import RolloutDouble
 from tests.draft_trainer.registry_rig import create
 from tests.draft_trainer.rig import (
     DEADLINE,
@@ -33,12 +33,13 @@ from tests.draft_trainer.rig import (
     running,
     train,
     train_until_released,
+    write_draft,
 )
 from tests.waiting import until
 
 
 def test_trains_gates_releases_and_publishes_with_the_policy(tmp_path: Path) -> None:
-    double = RolloutDouble()
+    double = MemoryServer(write_draft(tmp_path / "initial"))
     config = make_config(tmp_path, publish={"rollout_servers": [double.address]})
     with feeding(config) as (_, client):
         version = train_until_released(client)
@@ -70,7 +71,7 @@ def test_trains_gates_releases_and_publishes_with_the_policy(tmp_path: Path) -> 
     double.stop()
 
 
-def _assert_fetched(client: Client, version: int, double: RolloutDouble) -> None:
+def _assert_fetched(client: Client, version: int, double: MemoryServer) -> None:
     """FetchRelease gives exactly the tensors that the rollout server got."""
     answers = client.stub.FetchRelease(pb.FetchReleaseRequest(draft_version=version), timeout=10)
     manifest = next(answers).manifest
@@ -120,7 +121,7 @@ def test_a_candidate_is_judged_in_time_however_many_steps_are_asked_for(tmp_path
 
 
 def test_publishing_on_promotion_needs_no_sync_window(tmp_path: Path) -> None:
-    double = RolloutDouble()
+    double = MemoryServer(write_draft(tmp_path / "initial"))
     config = make_config(tmp_path, publish={"rollout_servers": [double.address], "on": "promotion"})
     with feeding(config) as (server, client):
         version = train_until_released(client)

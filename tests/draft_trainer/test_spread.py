@@ -13,7 +13,7 @@ import grpc
 import pytest
 import torch
 
-from benchmarks.publish_faults.server_process import Fault, MemoryEngine, control_plane
+from benchmarks.publish_faults.memory_server import MemoryServer
 from draft_trainer.config import PublishConfig
 from draft_trainer.counters import Counters
 from draft_trainer.releases import spread
@@ -30,64 +30,32 @@ from rollout_server.store import ContentStore
 from rollout_server.upload import Upload
 from slipstream.client import Progress
 from slipstream.security import Access, ClientCredentials, Role, TokenFiles
-from slipstream.serving import SERVER_OPTIONS, LoopThread, Workers
+from slipstream.serving import SERVER_OPTIONS, Workers
 from slipstream.tensors import bytes_of, spec_of
 from slipstream.v1 import release_pb2
 from slipstream.v1 import rollout_server_pb2 as pb
 from slipstream.v1 import rollout_server_pb2_grpc as pb_grpc
-from tests.draft_trainer.fleet_double import RolloutDouble
 from tests.draft_trainer.registry_rig import flip_bit
-from tests.draft_trainer.rig import DEADLINE, open_to_all, write_draft
+from tests.draft_trainer.rig import DEADLINE, write_draft
 from tests.draft_trainer.synthetic import head
 from tests.security.certificates import write_token
 
 # ruff: noqa: N802
 
 
-class Plane:
-    """A rollout server's control plane in this process."""
-
-    def __init__(
-        self,
-        loop: LoopThread,
-        folder: Path,
-        draft: Path,
-        access: Access | None = None,
-        credentials: ClientCredentials | None = None,
-    ) -> None:
-        folder.mkdir()
-        self.store = ContentStore(folder, 1 << 24)
-
-        async def start() -> None:
-            engine, allowed = MemoryEngine(Fault(folder / "fault")), access or open_to_all()
-            plane = await control_plane(engine, self.store, draft, allowed, None, credentials)
-            self.server = plane()
-            await self.server.start("127.0.0.1", 0)
-
-        loop.run(start())
-        self._loop = loop
-        self.address = f"127.0.0.1:{self.server.port}"
-        self.peers = self.server._service.peers
-        self.control = self.server._control
-
-    def stop(self) -> None:
-        self._loop.run(self.server.stop())
-
-
 class Rig:
     """Planes, a registry of three releases, a publisher."""
 
-    def __init__(self, folder: Path, count: int, extra: tuple[str, ...] = ()) -> None:
-        self.loop = LoopThread("planes")
+    def __init__(self, folder: Path, count: int) -> None:
         draft = write_draft(folder / "initial")
-        self.planes = [Plane(self.loop, folder / f"plane-{n}", draft) for n in range(count)]
+        self.planes = [MemoryServer(draft, fetches=True) for _ in range(count)]
         self.registry = Registry(folder / "registry")
         self.registry.import_initial(draft)
         for seed in (1, 2):
             manifest = release_pb2.ReleaseManifest(parent_version=seed - 1, run_id="run")
             self.registry.create(head(seed), manifest)
         self.counters = Counters()
-        addresses = (*(plane.address for plane in self.planes), *extra)
+        addresses = tuple(plane.address for plane in self.planes)
         self.fleet = Fleet(PublishConfig(rollout_servers=addresses, reconcile_s=0.2))
         promotions = open_promotions(self.registry)
         self.publisher = Publisher(self.fleet, self.registry, promotions, self.counters)
@@ -106,7 +74,7 @@ class Rig:
         draft = self.publisher.payloads.get(1)
         return Spread(self.fleet, draft, addresses, holders, self.counters)
 
-    def hold(self, *planes: Plane) -> list[str]:
+    def hold(self, *planes: MemoryServer) -> list[str]:
         """Have the trainer stage release 1 there; their addresses."""
         for plane in planes:
             answer = self.fleet.client(plane.address).stage(self.publisher.payloads.get(1))
@@ -118,7 +86,6 @@ class Rig:
         self.registry.close()
         for plane in self.planes:
             plane.stop()
-        assert self.loop.close(10)
 
 
 @pytest.fixture
@@ -143,9 +110,9 @@ def test_what_the_trainer_sends_does_not_grow_with_the_fleet(make: Callable[...,
     # What every release has in common is on every server before.
     arrived = rig.sent("trainer") + rig.sent("server")
     assert arrived % 14 == 0 and 0 < arrived / 14 <= rig.size
-    assert sum(plane.peers.fetched_bytes for plane in rig.planes) == rig.sent("server")
-    assert sum(plane.peers.served_bytes for plane in rig.planes) == rig.sent("server")
-    assert max(plane.peers.served_bytes for plane in rig.planes) < rig.sent("server") / 2
+    assert sum(plane.service.peers.fetched_bytes for plane in rig.planes) == rig.sent("server")
+    assert sum(plane.service.peers.served_bytes for plane in rig.planes) == rig.sent("server")
+    assert max(plane.service.peers.served_bytes for plane in rig.planes) < rig.sent("server") / 2
 
 
 def test_a_source_serves_few_at_a_time(
@@ -179,7 +146,7 @@ def test_altered_bytes_are_refused_and_their_source_is_dropped(make: Callable[..
     staged = rig.spread(holders).to([plane.address for plane in rest])
     assert all(isinstance(answer, pb.StageResult) for answer in staged.values())
     assert rig.counters.sources_dropped.labels("altered")._value.get() == 1
-    assert sum(plane.peers.failures["altered"] for plane in rest) >= 1
+    assert sum(plane.service.peers.failures["altered"] for plane in rest) >= 1
     assert rig.sent("trainer") == 0, "the other source has it"
     for plane in rest:
         _assert_holds(rig, plane)
@@ -191,41 +158,37 @@ def test_a_source_that_lacks_what_it_should_hold_is_dropped(make: Callable[..., 
     staged = rig.spread([liar.address]).to([asker.address])
     assert isinstance(staged[asker.address], pb.StageResult)
     assert rig.counters.sources_dropped.labels("failed")._value.get() == 1
-    assert asker.peers.failures == {"altered": 0, "failed": 1}
+    assert asker.service.peers.failures == {"altered": 0, "failed": 1}
     assert rig.sent("trainer") > 0, "nobody else has it"
     _assert_holds(rig, asker)
 
 
 def test_servers_that_do_not_fetch_get_it_from_the_trainer(make: Callable[..., Rig]) -> None:
-    old = RolloutDouble()
-    rig = make(2, (old.address,))
-    try:
-        result = rig.publisher.promote(1, pin=False)
-        assert all(outcome.error == "" for outcome in result.outcomes.values())
-        assert old.state.draft_version == 1 and rig.served() == [1, 1]
-        assert not old.state.fetches and old.address not in rig.fleet.sources(
-            rig.publisher.payloads.get(1)
-        )
-    finally:
-        old.stop()
+    rig = make(2)
+    old = rig.planes[1]
+    old.fetches = False
+    result = rig.publisher.promote(1, pin=False)
+    assert all(outcome.error == "" for outcome in result.outcomes.values())
+    assert rig.served() == [1, 1] and old.service.peers.fetched_bytes == 0
+    assert old.address not in rig.fleet.sources(rig.publisher.payloads.get(1))
 
 
-def test_a_server_that_is_put_right_fetches_from_those_that_serve_it(
+def test_healed_server_fetches_from_peers(
     make: Callable[..., Rig],
 ) -> None:
     rig = make(3)
     rig.publisher.promote(1, pin=False)
     rig.fleet.states()
     sent, exchanged = rig.sent("trainer"), rig.sent("server")
-    rig.loop.run(rig.planes[0].control.roll_back())
+    rig.fleet.client(rig.planes[0].address).roll_back()
     for key in list(rig.planes[0].store._resident):
         if key not in rig.planes[0].store._references:
-            rig.loop.run(_drop(rig.planes[0], key))
-    fetched = rig.planes[0].peers.fetched_bytes
+            rig.planes[0].run(rig.planes[0].store.drop, [key])
+    fetched = rig.planes[0].service.peers.fetched_bytes
     rig.publisher._restore(1, [rig.planes[0].address], {})
     assert rig.served() == [1, 1, 1]
-    assert rig.planes[0].peers.fetched_bytes > fetched
-    assert rig.sent("server") - exchanged == rig.planes[0].peers.fetched_bytes - fetched
+    assert rig.planes[0].service.peers.fetched_bytes > fetched
+    assert rig.sent("server") - exchanged == rig.planes[0].service.peers.fetched_bytes - fetched
     assert rig.sent("trainer") == sent
 
 
@@ -370,7 +333,7 @@ class Scripted:
         return next(self._ends)
 
 
-def test_a_server_that_only_the_trainer_can_serve_holds_up_nobody(
+def test_server_without_sources_delays_no_other(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The trainer has sent its share: that server comes last, and others try again meanwhile."""
@@ -408,19 +371,18 @@ def test_what_a_cut_stage_fetched_is_not_sent_again(
     assert not isinstance(refused, pb.StageResult)
     assert refused.code == grpc.StatusCode.ABORTED and "1 tensors that none of" in refused.text
     assert progress.failed == (part.address,) and not asker.control.staged
-    assert asker.peers.fetched_bytes > 0
+    assert asker.service.peers.fetched_bytes > 0
     answer = client.stage(draft)
     assert isinstance(answer, pb.StageResult)
     assert answer.bytes_received == lost.key.size
 
 
 def test_a_source_asks_who_fetches(tmp_path: Path) -> None:
-    loop = LoopThread("planes")
     draft = write_draft(tmp_path / "initial")
     token = write_token(tmp_path / "token", "observe" * 8)
     access = Access(None, TokenFiles({Role.OBSERVE: [token]}, "token"), {})
-    source = Plane(loop, tmp_path / "source", draft, access)
-    assert not source.control.state().fetches, "it has nothing to show to others"
+    source = MemoryServer(draft, access=access)
+    assert not source.state.fetches, "it has nothing to show to others"
     workers = Workers(1, "test")
 
     async def fetch(credentials: ClientCredentials) -> tuple[list[str], str]:
@@ -438,7 +400,6 @@ def test_a_source_asks_who_fetches(tmp_path: Path) -> None:
     assert asyncio.run(fetch(ClientCredentials(token_file=token))) == ([], "")
     workers.close()
     source.stop()
-    assert loop.close(10)
 
 
 def test_a_second_trainer_of_one_fleet_is_refused_by_name(
@@ -486,14 +447,10 @@ def test_a_second_trainer_of_one_fleet_is_refused_by_name(
         second.close()
 
 
-def _assert_holds(rig: Rig, plane: Plane) -> None:
+def _assert_holds(rig: Rig, plane: MemoryServer) -> None:
     """Exactly the release's bytes are staged there."""
     (weights,) = plane.control.staged.values()
     tensors = rig.registry.tensors(1)
     assert {t.name for t in weights.source.tensors} == set(tensors)
     for tensor in weights.source.tensors:
         assert torch.equal(tensor.map(), tensors[tensor.name])
-
-
-async def _drop(plane: Plane, key: object) -> None:
-    plane.store.drop([key])  # type: ignore[list-item]

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import queue
 import random
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 from pydantic import ValidationError
 
+from benchmarks.publish_faults.memory_server import Faults, MemoryServer
 from draft_trainer.config import CanaryConfig, PublishConfig
-from tests.draft_trainer.fleet_double import Faults, RolloutDouble
+from draft_trainer.releases import commits as commits_module
+from draft_trainer.releases.client import RolloutClient
 from tests.draft_trainer.fleet_rig import LONG, Rig, fleet_events
 from tests.waiting import until
 
@@ -25,7 +29,7 @@ def quorum(make_rig: Callable[..., Rig]) -> Rig:
 
 def ready(rig: Rig) -> set[int]:
     """The releases that ready servers serve."""
-    return {d.state.draft_version for d in rig.doubles if not d.state.not_ready}
+    return {d.state.draft_version for d in rig.servers if not d.state.not_ready}
 
 
 def wait_for_stragglers(rig: Rig, seconds: float) -> None:
@@ -33,13 +37,13 @@ def wait_for_stragglers(rig: Rig, seconds: float) -> None:
     rig.fleet.config = rig.fleet.config.model_copy(update={"straggler_s": seconds})
 
 
-def told(double: RolloutDouble, version: int) -> bool:
-    return ("Expect", (str(version),)) in double.calls
+def told(server: MemoryServer, version: int) -> bool:
+    return ("Expect", (str(version),)) in server.calls
 
 
 @pytest.mark.parametrize("phase", ["stage", "commit"])
 def test_enough_servers_make_a_release_live(quorum: Rig, phase: str) -> None:
-    straggler = quorum.doubles[1]
+    straggler = quorum.servers[1]
     straggler.faults = Faults(stage=phase == "stage", commit={"draft-1"})
     result = quorum.publisher.promote(1, pin=False)
     assert (result.draft_version, result.changes) == (1, True)
@@ -58,13 +62,13 @@ def test_enough_servers_make_a_release_live(quorum: Rig, phase: str) -> None:
 
 @pytest.mark.parametrize("phase", ["stage", "commit"])
 def test_fewer_than_enough_undo_it_everywhere(quorum: Rig, phase: str) -> None:
-    for double in quorum.doubles[:2]:
-        double.faults = Faults(stage=phase == "stage", commit={"draft-1"})
+    for server in quorum.servers[:2]:
+        server.faults = Faults(stage=phase == "stage", commit={"draft-1"})
     result = quorum.publisher.promote(1, pin=False)
     assert (result.draft_version, result.changes) == (0, False)
     assert quorum.served == [0] * 4 and ready(quorum) == {0}
     assert quorum.promotions.now.live == 0 and quorum.promotions.now.intent is None
-    assert not any(told(double, 1) for double in quorum.doubles)
+    assert not any(told(server, 1) for server in quorum.servers)
 
 
 @pytest.mark.parametrize("phase", ["Stage", "Commit"])
@@ -72,7 +76,7 @@ def test_a_straggler_that_answers_late_is_on_the_release(
     make_rig: Callable[..., Rig], phase: str
 ) -> None:
     rig = make_rig(4, quorum=0.75, straggler_s=LONG)
-    late, go = rig.doubles[3], threading.Event()
+    late, go = rig.servers[3], threading.Event()
     late.faults.waits[phase] = go
     rig.promotions.offer(1)
     if phase == "Stage":
@@ -89,20 +93,50 @@ def test_a_straggler_that_answers_late_is_on_the_release(
         until(lambda: late.state.draft_version == 1)
         assert late.state.not_ready == "", "its commit came after it was told"
     else:
-        until(lambda: list(late._state().staged) == ["draft-1"])
+        until(lambda: list(late.state.staged) == ["draft-1"])
         late.faults = Faults()
     # What it staged too late is taken away, and it is put right like any other.
     rig.heal()
     assert rig.served == [1] * 4 and ready(rig) == {1}
-    assert list(late._state().staged) == []
+    assert list(late.state.staged) == []
 
 
-def test_a_commit_that_comes_after_the_next_publish_changes_nothing(
+def test_late_commits_leave_reported_result_unchanged(
+    make_rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of two servers that answer late, one commits and one refuses."""
+    rig = make_rig(5, quorum=0.6, straggler_s=LONG)
+    refuses, commits = rig.servers[3:]
+    answers, go = queue.SimpleQueue[bool](), threading.Event()
+    real = commits_module.commit_on
+
+    def commit_on(client: RolloutClient, *arguments: object) -> bool:
+        live = real(client, *arguments)  # type: ignore[arg-type]
+        if client.address in (refuses.address, commits.address):
+            answers.put(live)
+        return live
+
+    monkeypatch.setattr(commits_module, "commit_on", commit_on)
+    rig.promotions.offer(1)
+    rig.publisher.prepare()
+    for late in (refuses, commits):
+        late.faults.waits["Commit"] = go
+    refuses.faults.commit = {"draft-1"}
+    wait_for_stragglers(rig, 0.0)
+    result = rig.publisher.complete(0, "")
+    reported = {late.address: replace(result.outcomes[late.address]) for late in (refuses, commits)}
+    assert not any(outcome.draft_committed for outcome in reported.values())
+    go.set()
+    assert {answers.get(timeout=LONG) for _ in range(2)} == {False, True}
+    assert {address: result.outcomes[address] for address in reported} == reported
+
+
+def test_commit_after_next_publish_changes_nothing(
     make_rig: Callable[..., Rig],
 ) -> None:
     """The call of release 1 lies at a server while release 2 goes live everywhere."""
     rig = make_rig(4, quorum=0.75, straggler_s=LONG)
-    late, go = rig.doubles[3], threading.Event()
+    late, go = rig.servers[3], threading.Event()
     late.faults.waits["Commit"] = go
     rig.promotions.offer(1)
     rig.publisher.prepare()
@@ -112,7 +146,7 @@ def test_a_commit_that_comes_after_the_next_publish_changes_nothing(
     late.faults = Faults()
     wait_for_stragglers(rig, LONG)
     assert rig.publisher.promote(2, pin=False).changes
-    assert rig.served == [2] * 4 and list(late._state().staged) == []
+    assert rig.served == [2] * 4 and list(late.state.staged) == []
     go.set()
     rig.heal()
     assert rig.served == [2] * 4 and ready(rig) == {2}
@@ -121,18 +155,19 @@ def test_a_commit_that_comes_after_the_next_publish_changes_nothing(
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_a_straggler_that_dies_is_told_when_it_is_back(quorum: Rig, when: str) -> None:
     quorum.publisher.promote(1, pin=False)
-    dead = quorum.doubles[2]
+    dead = quorum.servers[2]
     dead.faults.die = when
     assert quorum.publisher.promote(2, pin=False).changes
-    dead.stop()
-    back = RolloutDouble(dead.port, like=dead if when == "after" else None)
-    quorum.doubles[2] = back
-    back.faults.stage = True
+    dead.faults = Faults(stage=True)
+    if when == "after":
+        dead.reconnect()
+    else:
+        dead.restart()
     quorum.reachable(2)
     quorum.heal()
     assert ready(quorum) == {2}
-    assert told(back, 2) == (when == "before"), "what is on the release is not told"
-    back.faults = Faults()
+    assert told(dead, 2) == (when == "before"), "what is on the release is not told"
+    dead.faults = Faults()
     quorum.heal()
     assert quorum.served == [2] * 4 and ready(quorum) == {2}
 
@@ -141,8 +176,8 @@ def test_a_straggler_that_dies_is_told_when_it_is_back(quorum: Rig, when: str) -
 def test_a_trainer_that_dies_between_commits_undoes_them(quorum: Rig, committed: int) -> None:
     """Also where enough had committed: nothing on disk says so."""
     quorum.promotions.intends(1)
-    for double in quorum.doubles[:committed]:
-        client = quorum.fleet.client(double.address)
+    for server in quorum.servers[:committed]:
+        client = quorum.fleet.client(server.address)
         client.stage(quorum.publisher.payloads.get(1))
         client.commit(["draft-1"])
     quorum.restart()
@@ -150,10 +185,8 @@ def test_a_trainer_that_dies_between_commits_undoes_them(quorum: Rig, committed:
     assert quorum.served == [0] * 4 and ready(quorum) == {0}
 
 
-def test_a_trainer_that_dies_before_it_told_the_straggler_tells_it_when_it_is_back(
-    quorum: Rig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    straggler = quorum.doubles[0]
+def test_restarted_trainer_tells_straggler(quorum: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    straggler = quorum.servers[0]
     straggler.faults = Faults(commit={"draft-1"})
     with monkeypatch.context() as patch:
         patch.setattr("draft_trainer.releases.publisher.expect_on", lambda *_: None)
@@ -165,8 +198,8 @@ def test_a_trainer_that_dies_before_it_told_the_straggler_tells_it_when_it_is_ba
     assert ready(quorum) == {1}
 
 
-def test_a_straggler_is_ready_again_where_the_fleet_comes_back_to_its_release(quorum: Rig) -> None:
-    straggler = quorum.doubles[1]
+def test_straggler_is_ready_after_fleet_rolls_back(quorum: Rig) -> None:
+    straggler = quorum.servers[1]
     straggler.faults.commit = {"draft-1"}
     quorum.publisher.promote(1, pin=False)
     until(lambda: told(straggler, 1))
@@ -174,7 +207,7 @@ def test_a_straggler_is_ready_again_where_the_fleet_comes_back_to_its_release(qu
     assert quorum.served == [0] * 4
     quorum.heal()
     assert quorum.served == [0] * 4 and ready(quorum) == {0}
-    assert all(double.state.not_ready == "" for double in quorum.doubles)
+    assert all(server.state.not_ready == "" for server in quorum.servers)
 
 
 def test_a_policy_in_the_same_call_is_waited_for_everywhere(
@@ -184,7 +217,7 @@ def test_a_policy_in_the_same_call_is_waited_for_everywhere(
     rig.promotions.offer(1)
     rig.publisher.prepare()
     wait_for_stragglers(rig, 0.0)
-    late, go = rig.doubles[3], threading.Event()
+    late, go = rig.servers[3], threading.Event()
     late.faults.waits["Commit"] = go
     stage_id = rig.stage_policy(7)
     threading.Thread(target=lambda: (until(lambda: rig.served[:3] == [1] * 3), go.set())).start()
@@ -198,7 +231,7 @@ def test_a_trial_on_some_servers_has_its_own_quorum(make_rig: Callable[..., Rig]
     rig.publisher.promote(1, pin=False)
     trial = rig.promotions.now.trial
     assert trial is not None and len(trial.servers) == 2 and sorted(rig.served) == [0, 0, 1, 1]
-    assert not any(told(double, 1) for double in rig.doubles)
+    assert not any(told(server, 1) for server in rig.servers)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -209,10 +242,10 @@ def test_ready_servers_serve_one_release_whatever_happens(
     rig = make_rig(5, quorum=0.6, straggler_s=LONG)
     chance = random.Random(seed)
     for version in (1, 2, 3):
-        for double in rig.doubles:
+        for server in rig.servers:
             if chance.random() < 0.4:
                 fault = chance.choice(("stage", "commit", "lose", "drop", "forget"))
-                double.faults = Faults(
+                server.faults = Faults(
                     stage=fault == "stage",
                     commit={f"draft-{version}"} if fault == "commit" else set(),
                     lose_answer=fault == "lose",
@@ -222,12 +255,12 @@ def test_ready_servers_serve_one_release_whatever_happens(
         live = rig.promotions.now.live
         assert result.changes == (live == version)
         # One round of the reconciler at most, in which a server may still refuse to be healed.
-        for double in rig.doubles:
-            double.faults = Faults(stage=double.faults.stage)
+        for server in rig.servers:
+            server.faults = Faults(stage=server.faults.stage)
         rig.heal()
         assert ready(rig) == {live}
-        for double in rig.doubles:
-            double.faults = Faults()
+        for server in rig.servers:
+            server.faults = Faults()
         rig.heal()
         assert rig.served == [live] * 5 and ready(rig) == {live}
 

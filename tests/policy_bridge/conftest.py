@@ -10,11 +10,13 @@ import torch
 import torch.distributed as dist
 from transformers import Qwen3ForCausalLM
 
+from benchmarks.publish_faults.memory_server import DRAFT_DIR, MemoryServer
 from policy_bridge import BridgeConfig, PolicyBridge
 from policy_bridge.copier import Copier
+from slipstream.checkpoints import load_tensors
 from tests.tiny import tiny_qwen3
 
-from .doubles import DEADLINE, FakeRollout, FakeTrainer, Server
+from .doubles import DEADLINE, FakeTrainer
 from .windows import Streams
 
 VOCAB, HIDDEN = 64, 32
@@ -42,7 +44,7 @@ def one_rank(tmp_path: Path) -> Iterator[None]:
 
 
 Connect = Callable[..., PolicyBridge]
-Rollouts = list[tuple[FakeRollout, Server]]
+Rollouts = list[MemoryServer]
 
 
 @pytest.fixture
@@ -130,13 +132,23 @@ def deliver(bridge: PolicyBridge, model: torch.nn.Module, data: dict[str, torch.
 
 
 @pytest.fixture
-def rollouts() -> Iterator[Rollouts]:
-    """Two rollout servers."""
-    servers = [(double, double.serve()) for double in (FakeRollout(), FakeRollout())]
+def rollouts(saved_policy: Path) -> Iterator[Rollouts]:
+    """Two rollout servers that serve draft 3."""
+    servers = [MemoryServer(policy=saved_policy) for _ in range(2)]
+    for server in servers:
+        server.put(3, load_tensors(DRAFT_DIR))
     yield servers
-    for _, server in servers:
-        server.kill()
+    for server in servers:
+        server.stop()
+
+
+@pytest.fixture(scope="session")
+def saved_policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The checkpoint of ``make_model()``, as rollout servers are started with it."""
+    folder = tmp_path_factory.mktemp("policy")
+    make_model().save_pretrained(folder)
+    return folder
 
 
 def addresses(rollouts: Rollouts) -> tuple[str, ...]:
-    return tuple(server.address for _, server in rollouts)
+    return tuple(server.address for server in rollouts)

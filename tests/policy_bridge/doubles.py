@@ -21,8 +21,6 @@ from slipstream.serving import SERVER_OPTIONS
 from slipstream.tensors import SCHEMA_VERSION, ChunkAssembler, checksum_of, digest
 from slipstream.v1 import draft_trainer_pb2 as pb
 from slipstream.v1 import draft_trainer_pb2_grpc as pb_grpc
-from slipstream.v1 import rollout_server_pb2 as rollout_pb
-from slipstream.v1 import rollout_server_pb2_grpc as rollout_grpc
 from slipstream.v1 import tensor_pb2
 
 DEADLINE = 120.0
@@ -236,69 +234,6 @@ def received(header: pb.VerifierStates, payload: bytes) -> Sample:
     sample = Sample(header, torch.from_numpy(block))
     assert sample.nbytes == packed.span.bytes
     return sample
-
-
-@dataclass
-class FakeRollout(rollout_grpc.RolloutServerServicer):
-    """A rollout server that holds stages and commits them. ``fail`` names calls to refuse."""
-
-    fail: set[str] = field(default_factory=set)
-    staged: dict[str, tuple[int, dict[str, torch.Tensor]]] = field(default_factory=dict)
-    live: dict[str, torch.Tensor] = field(default_factory=dict)
-    policy_version: int | None = None
-    draft_version: int = 3
-    commits: list[list[str]] = field(default_factory=list)
-    aborted: list[str] = field(default_factory=list)
-    updates: dict[str, str] = field(default_factory=dict)
-    """``transfer_update`` by stage, of policies that vLLM's own engine would bring."""
-
-    def serve(self) -> Server:
-        return Server(lambda s: rollout_grpc.add_RolloutServerServicer_to_server(self, s))
-
-    def _maybe_fail(self, call: str, context: grpc.ServicerContext) -> None:
-        if call in self.fail:
-            abort_with(RefusedError(call, "a switch", "no switch", "turn it off"), context)
-
-    def Stage(self, requests, context):  # type: ignore[no-untyped-def]
-        header = next(requests).header
-        self._maybe_fail("Stage", context)
-        yield rollout_pb.StageResponse(
-            needed=rollout_pb.StageNeeded(names=[spec.name for spec in header.tensors])
-        )
-        assembler = ChunkAssembler(header.tensors, 1 << 30)
-        for request in requests:
-            assembler.feed(request.chunk)
-        self.staged[header.stage_id] = (header.version, assembler.finish())
-        if header.kind == rollout_pb.STAGE_KIND_POLICY_EXTERNAL:
-            self.updates[header.stage_id] = header.transfer_update
-        yield rollout_pb.StageResponse(staged=rollout_pb.StageResult(stage_id=header.stage_id))
-
-    def commit(self, stage_ids: list[str]) -> rollout_pb.ServerState:
-        self.commits.append(stage_ids)
-        for stage_id in stage_ids:
-            self.policy_version, self.live = self.staged.pop(stage_id)
-        return self.state()
-
-    def state(self) -> rollout_pb.ServerState:
-        return rollout_pb.ServerState(
-            draft_version=self.draft_version,
-            policy_version=self.policy_version,
-            staged=list(self.staged),
-        )
-
-    def Commit(self, request, context):  # type: ignore[no-untyped-def]
-        self._maybe_fail("Commit", context)
-        return rollout_pb.CommitResponse(state=self.commit(list(request.stage_ids)))
-
-    def Abort(self, request, context):  # type: ignore[no-untyped-def]
-        for stage_id in request.stage_ids:
-            self.aborted.append(stage_id)
-            self.staged.pop(stage_id, None)
-        return rollout_pb.AbortResponse()
-
-    def GetState(self, request, context):  # type: ignore[no-untyped-def]
-        self._maybe_fail("GetState", context)
-        return self.state()
 
 
 class BlackHole:

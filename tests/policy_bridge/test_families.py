@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModelForCausalLM, FineGrainedFP8Config, Mxfp4Config
 
+from benchmarks.publish_faults.memory_server import MemoryServer
 from docs.make_families import PAGE, eagle3_in_vllm, row
 from policy_bridge import BridgeConfig, ModulePaths, PolicyBridge
 from policy_bridge.logits import check_logits, check_logprobs, form_of
@@ -28,8 +29,6 @@ from .conftest import (
     HIDDEN,
     VOCAB,
     Connect,
-    Rollouts,
-    addresses,
     batch,
     deliver,
     make_model,
@@ -122,24 +121,23 @@ def test_family_push_equals_saved_checkpoint(family: str, tmp_path: Path) -> Non
     assert all(pushed[name].data_ptr() == kept[name].data_ptr() for name in kept.keys() & pushed)
 
 
-def test_experts_are_pushed_as_checkpoint_stores_them(
-    connect: Connect, rollouts: Rollouts, tmp_path: Path
-) -> None:
+def test_experts_are_pushed_as_checkpoint_stores_them(connect: Connect, tmp_path: Path) -> None:
     """A model of transformers 5 has all of a layer's in one tensor."""
     sizes = {"hidden_size": HIDDEN, "num_hidden_layers": 8}
     model = qwen3_moe(**sizes)
     model.save_pretrained(tmp_path)
     stored = load_file(tmp_path / "model.safetensors")
     assert "model.layers.0.mlp.experts.3.up_proj.weight" in stored.keys() - model.state_dict()
-    bridge = connect(model=model, rollout_servers=addresses(rollouts))
+    rollout = MemoryServer(policy=tmp_path)
+    bridge = connect(model=model, rollout_servers=(rollout.address,))
     for version, source in enumerate((None, model.state_dict(), stored), 1):
         with bridge.sync(version) as window:
             window.push_policy(source)
-        for double, _ in rollouts:
-            assert double.policy_version == version
-            assert double.live.keys() == stored.keys()
-            for name, tensor in stored.items():
-                assert torch.equal(double.live[name], tensor.bfloat16())
+        assert rollout.policy_version == version
+        assert rollout.policy.keys() == stored.keys()
+        for name, tensor in stored.items():
+            assert torch.equal(rollout.policy[name], tensor.bfloat16())
+    rollout.stop()
     # Wrapped, or with adapters beside what they were merged into.
     lora = peft.get_peft_model(qwen3_moe(**sizes), peft.LoraConfig(target_modules=["q_proj"]))
     assert policy_tensors(model.state_dict(), "", lora).keys() == stored.keys()

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import threading
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
 from policy_bridge import DisabledBridge, PolicySyncError, sync
 from slipstream.errors import RefusedError
 from slipstream.v1 import draft_trainer_pb2 as pb
-from slipstream.v1 import rollout_server_pb2 as rollout_pb
 
 from .conftest import Connect, Rollouts, addresses
-from .doubles import DEADLINE, FakeRollout, FakeTrainer
+from .doubles import DEADLINE, FakeTrainer
 
 
 def test_push_external_send_error_reaches_caller(
@@ -40,11 +38,11 @@ def test_push_external_reports_failed_commit_beside_send_error(
     def waits() -> None:
         raise TimeoutError("nobody received")
 
-    rollouts[0][0].fail.add("Commit")
+    rollouts[0].engine.failure = RefusedError("commit", "a switch", "no switch", "turn it off")
     bridge = connect(rollout_servers=addresses(rollouts), sync_seconds=0.2)
     with pytest.raises(PolicySyncError, match="a switch") as raised, bridge.sync(6) as window:
         window.push_external({}, waits)
-    assert set(raised.value.errors) == {rollouts[0][1].address}
+    assert set(raised.value.errors) == {rollouts[0].address}
     assert isinstance(raised.value.__context__, TimeoutError)
 
 
@@ -54,15 +52,8 @@ def test_push_external_waits_for_trainer_answer_after_transfer(
     """Its commits receive for longer than ``sync_seconds``; the bridge's own wait behind them."""
     monkeypatch.setattr(sync, "ANSWER_SECONDS", DEADLINE)
     received = threading.Event()
-    for double, _ in rollouts:
-
-        def commit(stage_ids: list[str], double: FakeRollout = double) -> rollout_pb.ServerState:
-            double.draft_version = 7
-            state = FakeRollout.commit(double, stage_ids)
-            received.set()
-            return state
-
-        double.commit = commit  # type: ignore[method-assign]
+    for rollout in rollouts:
+        rollout.engine.receive = lambda update: received.set()
 
     def complete(request: pb.CompleteSyncRequest) -> pb.PublishResult:
         assert received.wait(DEADLINE)
@@ -74,8 +65,8 @@ def test_push_external_waits_for_trainer_answer_after_transfer(
         window.config = replace(window.config, sync_seconds=0.5)
         window.push_external({}, lambda: None)
     assert window.result is not None and window.result.draft_errors == ()
-    assert window.result.draft_versions == dict.fromkeys(addresses(rollouts), 7)
-    assert [double.policy_version for double, _ in rollouts] == [6, 6]
+    assert window.result.draft_versions == dict.fromkeys(addresses(rollouts), 3)
+    assert [rollout.policy_version for rollout in rollouts] == [6, 6]
 
 
 def test_push_external_to_other_servers_refused_once(
@@ -93,7 +84,7 @@ def test_push_external_to_other_servers_refused_once(
                     window.push_external({}, lambda: sent.append(0))
             window.push_external({}, lambda version=version: sent.append(version))  # type: ignore[misc]
     assert sent == [1, 2, 3]
-    assert [double.policy_version for double, _ in rollouts] == [3, 3]
+    assert [rollout.policy_version for rollout in rollouts] == [3, 3]
 
 
 def test_push_external_sends_while_servers_commit(
@@ -101,22 +92,20 @@ def test_push_external_sends_while_servers_commit(
 ) -> None:
     """Every commit waits for the weights, and the weights for every commit."""
     receiving = threading.Barrier(len(rollouts) + 1)
-    for double, _ in rollouts:
-        commit = double.commit
+    updates: list[str] = []
 
-        def received(stage_ids: list[str], commit: Any = commit) -> rollout_pb.ServerState:
-            receiving.wait(DEADLINE)
-            return commit(stage_ids)  # type: ignore[no-any-return]
+    def receive(update: str) -> None:
+        updates.append(update)
+        receiving.wait(DEADLINE)
 
-        double.commit = received  # type: ignore[method-assign]
+    for rollout in rollouts:
+        rollout.engine.receive = receive
     bridge = connect(rollout_servers=addresses(rollouts), sync_seconds=0.2)
     with bridge.sync(6) as window:
         window.push_external({"names": ["w"]}, lambda: receiving.wait(DEADLINE))
-        assert [list(double.updates.values()) for double, _ in rollouts] == [
-            ['{"names": ["w"]}']
-        ] * 2
         with pytest.raises(RefusedError, match=r"push_policy.*one per window"):
             window.push_policy()
     assert window.result is not None and window.result.policy_pushed
-    assert [double.policy_version for double, _ in rollouts] == [6, 6]
-    assert all(double.live == {} for double, _ in rollouts)
+    assert updates == ['{"names": ["w"]}'] * 2
+    assert [rollout.policy_version for rollout in rollouts] == [6, 6]
+    assert all(rollout.policy == {} for rollout in rollouts)

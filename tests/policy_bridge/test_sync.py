@@ -5,14 +5,17 @@ from __future__ import annotations
 import dataclasses
 import pickle
 from contextlib import nullcontext, suppress
+from pathlib import Path
 
 import pytest
 import torch
 
+from benchmarks.publish_faults.memory_server import DRAFT_DIR, MemoryServer
 from policy_bridge import DisabledBridge, PolicyBridge, PolicySyncError
 from policy_bridge.capture import NullCapture
 from policy_bridge.stats import Counters, SyncResult
 from policy_bridge.sync import policy_tensors
+from slipstream.checkpoints import load_tensors
 from slipstream.errors import RefusedError
 from slipstream.v1 import draft_trainer_pb2 as pb
 
@@ -21,6 +24,7 @@ from .doubles import DEADLINE, BlackHole, FakeTrainer
 from .policies import adapted
 
 Log = pytest.LogCaptureFixture
+REFUSED = RefusedError("commit", "a switch", "no switch", "turn it off")
 
 
 def push(bridge: PolicyBridge, version: int) -> SyncResult:
@@ -36,10 +40,13 @@ def commit_all(trainer: FakeTrainer, rollouts: Rollouts) -> None:
 
     def complete(request: pb.CompleteSyncRequest) -> pb.PublishResult:
         outcomes = []
-        for double, server in rollouts:
-            double.draft_version = 7
-            state = double.commit([request.policy_stage_id] if request.policy_stage_id else [])
-            outcomes.append(pb.ServerOutcome(address=server.address, committed=True, state=state))
+        for rollout in rollouts:
+            rollout.put(7, load_tensors(DRAFT_DIR))
+            if request.policy_stage_id:
+                rollout.commit(request.policy_stage_id)
+            outcomes.append(
+                pb.ServerOutcome(address=rollout.address, committed=True, state=rollout.state)
+            )
         return pb.PublishResult(draft_version=7, servers=outcomes)
 
     trainer.on_complete = complete
@@ -66,7 +73,7 @@ def test_policy_and_draft_committed_in_one_call(
     bridge = connect(model=model)
     with bridge.sync(5) as window:
         window.push_policy()
-        assert all(double.policy_version is None for double, _ in rollouts)
+        assert all(rollout.policy_version is None for rollout in rollouts)
     result = window.result
     assert result is not None
     assert result.draft_versions == dict.fromkeys(addresses(rollouts), 7)
@@ -74,12 +81,12 @@ def test_policy_and_draft_committed_in_one_call(
     assert result.policy_pushed
     assert bridge.stats().last_sync == result
     assert bridge.policy_version == bridge.stats().policy_version == 5
-    for double, _ in rollouts:
-        assert double.policy_version == 5
-        assert [len(ids) for ids in double.commits] == [1]
-        assert set(double.live) == set(model.state_dict())
+    for rollout in rollouts:
+        assert rollout.policy_version == 5
+        assert [len(ids) for ids in rollout.commits()] == [1]
+        assert set(rollout.policy) == set(model.state_dict())
         for name, tensor in model.state_dict().items():
-            assert torch.equal(double.live[name], tensor.bfloat16())
+            assert torch.equal(rollout.policy[name], tensor.bfloat16())
 
 
 def test_server_joining_gets_policy_and_leaving_once_more(
@@ -100,39 +107,41 @@ def test_server_joining_gets_policy_and_leaving_once_more(
         assert trainer.sessions == 1
     result = push(bridge, 5)
     assert result.draft_errors, "the trainer is gone"
-    assert [double.policy_version for double, _ in rollouts] == [5, 5]
+    assert [rollout.policy_version for rollout in rollouts] == [5, 5]
 
 
 @pytest.mark.parametrize("how", ["is gone", "Stage", "Commit"])
 def test_unlisted_server_refusing_policy_is_left_out(
     trainer: FakeTrainer, connect: Connect, rollouts: Rollouts, how: str
 ) -> None:
-    (double, first), (other, second) = rollouts
+    first, second = rollouts
     trainer.rollout_servers = addresses(rollouts)
     bridge = connect()
     push(bridge, 1)
     trainer.rollout_servers = (first.address,)
     if how == "is gone":
-        second.kill()
+        second.stop()
+    elif how == "Stage":  # as one that serves another experiment
+        second.faults.stage = "a switch"
     else:
-        other.fail.add(how)  # as one that serves another experiment
+        second.engine.failure = REFUSED
     assert set(push(bridge, 2).left_out) == {second.address}
-    assert push(bridge, 3).left_out == {} and double.policy_version == 3
+    assert push(bridge, 3).left_out == {} and first.policy_version == 3
 
 
 def test_unlisted_server_is_asked_once_though_sync_fails(
     trainer: FakeTrainer, connect: Connect, rollouts: Rollouts
 ) -> None:
     """One that got another name has no memory for the policy twice."""
-    (_, former), (double, renamed) = rollouts
+    former, renamed = rollouts
     trainer.rollout_servers = (former.address,)
     bridge = connect()
     push(bridge, 1)
     trainer.rollout_servers = (renamed.address,)
-    double.fail.add("Stage")
+    renamed.faults.stage = "a switch"
     with pytest.raises(PolicySyncError, match="a switch"):
         push(bridge, 2)
-    double.fail.clear()
+    renamed.faults.stage = ""
     assert push(bridge, 3).left_out == {}
     assert [d.policy_version for d, _ in rollouts] == [1, 3]
 
@@ -141,11 +150,11 @@ def test_unlisted_server_is_asked_once_though_sync_fails(
 def test_server_joining_after_stage_gets_next_policy(
     trainer: FakeTrainer, connect: Connect, rollouts: Rollouts, skips: bool
 ) -> None:
-    (double, first), (joins, second) = rollouts
+    first, second = rollouts
     trainer.rollout_servers = (first.address,)
 
     def complete(request: pb.CompleteSyncRequest) -> pb.PublishResult:
-        state = double.commit([request.policy_stage_id])
+        state = first.commit(request.policy_stage_id)
         done = pb.ServerOutcome(address=first.address, committed=True, state=state)
         lacks = pb.ServerOutcome(address=second.address, error="it is not staged")
         return pb.PublishResult(servers=[done, lacks])
@@ -154,17 +163,17 @@ def test_server_joining_after_stage_gets_next_policy(
     bridge = connect(skip_unreachable_servers=skips)
     result = push(bridge, 1)
     assert set(result.left_out) == {second.address} and bridge.stats().servers_left_out == 1
-    assert (double.policy_version, joins.policy_version, joins.commits) == (1, None, [])
+    assert (first.policy_version, second.policy_version, second.commits()) == (1, None, [])
     trainer.rollout_servers = addresses(rollouts)
     assert push(bridge, 2).left_out == {}
-    assert [double.policy_version for double, _ in rollouts] == [2, 2]
+    assert [rollout.policy_version for rollout in rollouts] == [2, 2]
 
 
 def test_server_still_loading_is_left_out_until_ready(
-    trainer: FakeTrainer, connect: Connect, rollouts: Rollouts
+    trainer: FakeTrainer, connect: Connect, rollouts: Rollouts, saved_policy: Path
 ) -> None:
-    (double, first), (joins, second) = rollouts
-    second.kill()
+    first, second = rollouts
+    second.stop()
     bridge = connect()
     trainer.rollout_servers = addresses(rollouts)
     for _ in range(2):  # Before a push that went well: it may be one that nobody can reach.
@@ -176,10 +185,11 @@ def test_server_still_loading_is_left_out_until_ready(
     assert set(push(bridge, 2).left_out) == {second.address}
     with pytest.raises(PolicySyncError, match="not staged on 1 rollout"), bridge.sync(3) as window:
         window.push_external({}, lambda: None)
-    with joins.serve() as third:
-        trainer.rollout_servers = (first.address, third.address)
-        assert push(bridge, 3).left_out == {}
-    assert (double.policy_version, joins.policy_version) == (3, 3)
+    rollouts[1] = third = MemoryServer(policy=saved_policy)
+    trainer.rollout_servers = addresses(rollouts)
+    assert push(bridge, 3).left_out == {}
+    assert (first.policy_version, third.policy_version) == (3, 3)
+    third.stop()
     with pytest.raises(PolicySyncError, match="not staged on 1 rollout"):
         push(bridge, 4)
 
@@ -201,7 +211,7 @@ def test_sync_without_push_commits_draft_only(
         pass
     assert window.result is not None and not window.result.policy_pushed
     assert set(window.result.draft_versions.values()) == {7}
-    assert all(double.policy_version is None for double, _ in rollouts)
+    assert all(rollout.policy_version is None for rollout in rollouts)
 
 
 @pytest.mark.parametrize("failure", ["absent", "black hole", "PrepareSync", "CompleteSync"])
@@ -224,10 +234,10 @@ def test_policy_is_committed_without_trainer(
         assert result.draft_versions == dict.fromkeys(addresses(rollouts), 3)
         assert bridge.policy_version == 1
         trainer.release.set()
-    for double, _ in rollouts:
-        assert double.policy_version == 1
-        assert torch.equal(double.live["lm_head.weight"], model.lm_head.weight.bfloat16())
-        assert len(double.commits) == 1
+    for rollout in rollouts:
+        assert rollout.policy_version == 1
+        assert torch.equal(rollout.policy["lm_head.weight"], model.lm_head.weight.bfloat16())
+        assert len(rollout.commits()) == 1
 
 
 def test_commit_made_by_cut_off_trainer_is_not_repeated(
@@ -236,19 +246,18 @@ def test_commit_made_by_cut_off_trainer_is_not_repeated(
     """CompleteSync reached one server of two, then failed."""
 
     def complete(request: pb.CompleteSyncRequest) -> pb.PublishResult:
-        double, server = rollouts[0]
-        state = double.commit([request.policy_stage_id])
-        lost = pb.ServerOutcome(address=rollouts[1][1].address, error="cut off")
-        done = pb.ServerOutcome(address=server.address, committed=True, state=state)
+        state = rollouts[0].commit(request.policy_stage_id)
+        lost = pb.ServerOutcome(address=rollouts[1].address, error="cut off")
+        done = pb.ServerOutcome(address=rollouts[0].address, committed=True, state=state)
         return pb.PublishResult(servers=[done, lost])
 
     trainer.on_complete = complete
     with trainer.serve() as server:
         bridge = connect(server.address, rollout_servers=addresses(rollouts))
         result = push(bridge, 1)
-    assert result.draft_errors == (f"{rollouts[1][1].address}: cut off",)
-    assert [len(double.commits) for double, _ in rollouts] == [1, 1]
-    assert [double.policy_version for double, _ in rollouts] == [1, 1]
+    assert result.draft_errors == (f"{rollouts[1].address}: cut off",)
+    assert [len(rollout.commits()) for rollout in rollouts] == [1, 1]
+    assert [rollout.policy_version for rollout in rollouts] == [1, 1]
 
 
 def test_same_version_with_other_weights_goes_live(
@@ -265,21 +274,21 @@ def test_same_version_with_other_weights_goes_live(
             bridge = connect(server.address, wait=False, model=model, **settings)
             push(bridge, 4)
             bridge.close()
-            for double, _ in rollouts:
-                assert double.policy_version == 4
-                assert torch.all(double.live["lm_head.weight"] == value)
-                assert double.staged == {}
-    assert [len(double.commits) for double, _ in rollouts] == [2, 2]
+            for rollout in rollouts:
+                assert rollout.policy_version == 4
+                assert torch.all(rollout.policy["lm_head.weight"] == value)
+                assert rollout.state.staged == []
+    assert [len(rollout.commits()) for rollout in rollouts] == [2, 2]
 
 
 def test_draft_failure_is_reported_and_policy_committed(
     trainer: FakeTrainer, connect: Connect, rollouts: Rollouts
 ) -> None:
     """Staging failed on one server; the other committed the policy without its draft."""
-    (_, first), (double, second) = rollouts
+    first, second = rollouts
 
     def complete(request: pb.CompleteSyncRequest) -> pb.PublishResult:
-        state = double.commit([request.policy_stage_id])
+        state = second.commit(request.policy_stage_id)
         outcome = pb.ServerOutcome(
             address=second.address, committed=True, error="draft left behind", state=state
         )
@@ -293,7 +302,7 @@ def test_draft_failure_is_reported_and_policy_committed(
         f"{first.address}: disk full",
         f"{second.address}: draft left behind",
     )
-    assert [double.policy_version for double, _ in rollouts] == [1, 1]
+    assert [rollout.policy_version for rollout in rollouts] == [1, 1]
 
 
 def test_sync_window_exception_aborts_stage(
@@ -304,14 +313,14 @@ def test_sync_window_exception_aborts_stage(
         window.push_policy()
         raise KeyError("the user's")
     assert bridge.policy_version is None
-    for double, _ in rollouts:
-        assert double.staged == {} and double.commits == []
-        assert len(double.aborted) == 1
+    for rollout in rollouts:
+        assert rollout.state.staged == [] and rollout.commits() == []
+        assert [name for name, _ in rollout.calls].count("Abort") == 1
     assert ("CompleteSync", -1) not in trainer.events
     # The same version may be tried again.
     with bridge.sync(1) as window:
         window.push_policy()
-    assert [double.policy_version for double, _ in rollouts] == [1, 1]
+    assert [rollout.policy_version for rollout in rollouts] == [1, 1]
 
 
 @pytest.mark.parametrize(
@@ -332,10 +341,13 @@ def test_server_that_does_not_take_policy_raises(
     swallowed: bool,
 ) -> None:
     """Also where the caller swallows what ``push_policy`` raises."""
-    (_, first), (double, second) = rollouts
-    double.fail.add(failure)
-    if failure == "gone":
-        second.kill()
+    first, second = rollouts
+    if failure == "Stage":
+        second.faults.stage = "a switch"
+    elif failure == "Commit":
+        second.engine.failure = REFUSED
+    else:
+        second.stop()
     bridge = connect(rollout_servers=addresses(rollouts))
     swallow = suppress(PolicySyncError) if swallowed else nullcontext()
     with pytest.raises(PolicySyncError, match=told) as raised, bridge.sync(1) as window, swallow:
@@ -344,8 +356,8 @@ def test_server_that_does_not_take_policy_raises(
     assert bridge.policy_version is None
     committed = failure == "Commit"
     assert raised.value.result.draft_versions == ({first.address: 3} if committed else {})
-    assert [d.policy_version for d, _ in rollouts] == [1 if committed else None, None]
-    assert [d.staged for d, _ in rollouts] == [{}, {}]
+    assert [d.policy_version for d in rollouts] == [1 if committed else None, None]
+    assert [list(d.state.staged) for d in rollouts] == [[], []]
 
 
 def test_push_before_trainer_is_there_waits(
@@ -369,7 +381,7 @@ def test_push_before_trainer_is_there_waits(
         assert bridge.wait_connected(DEADLINE)
         result = push(bridge, 3)
         assert result.policy_pushed
-    assert [double.policy_version for double, _ in rollouts] == [3, 3]
+    assert [rollout.policy_version for rollout in rollouts] == [3, 3]
 
 
 def test_policy_version_going_backwards_is_still_pushed(
@@ -378,7 +390,7 @@ def test_policy_version_going_backwards_is_still_pushed(
     trainer.rollout_servers = addresses(rollouts)
     bridge = connect(version=5)
     push(bridge, 4)
-    assert [double.policy_version for double, _ in rollouts] == [4, 4]
+    assert [rollout.policy_version for rollout in rollouts] == [4, 4]
 
 
 def test_version_not_captured_is_still_synced_by_trainer(
@@ -394,7 +406,7 @@ def test_version_not_captured_is_still_synced_by_trainer(
     assert push(bridge, 4).draft_errors == ()
     calls = [call for call, _ in trainer.events[before:] if call.endswith("Sync")]
     assert calls == ["PrepareSync", "CompleteSync"]
-    assert [double.policy_version for double, _ in rollouts] == [None, 4]
+    assert [rollout.policy_version for rollout in rollouts] == [None, 4]
     assert isinstance(bridge.capture(), NullCapture)
     assert "policy_version: found 4, expected > 7" in bridge.stats().capture_off_reason
     push(bridge, 8)
@@ -407,25 +419,25 @@ def test_version_not_captured_is_still_synced_by_trainer(
 def test_skip_unreachable_servers_leaves_out_gone_server(
     trainer: FakeTrainer, connect: Connect, rollouts: Rollouts, when: str
 ) -> None:
-    (dead, dead_server), (other, other_server) = rollouts
+    dead, other = rollouts
     bridge = connect(rollout_servers=addresses(rollouts), skip_unreachable_servers=True)
     if when == "before":
-        dead_server.kill()
+        dead.stop()
     with bridge.sync(1) as window:
         window.push_policy()
         if when == "between":
-            dead_server.kill()
+            dead.stop()
     assert window.result is not None
-    assert set(window.result.left_out) == {dead_server.address}
-    assert "UNAVAILABLE" in window.result.left_out[dead_server.address]
-    assert set(window.result.draft_versions) == {other_server.address}
+    assert set(window.result.left_out) == {dead.address}
+    assert "UNAVAILABLE" in window.result.left_out[dead.address]
+    assert set(window.result.draft_versions) == {other.address}
     assert (other.policy_version, dead.policy_version) == (1, None)
     assert bridge.stats().servers_left_out == 1 and bridge.policy_version == 1
     # One that answers and refuses is an error all the same, and so is a fleet that is gone.
-    other.fail.add("Stage")
+    other.faults.stage = "a switch"
     with pytest.raises(PolicySyncError, match="a switch"), bridge.sync(2) as window:
         window.push_policy()
-    other_server.kill()
+    other.stop()
     with pytest.raises(PolicySyncError, match="UNAVAILABLE"), bridge.sync(2) as window:
         window.push_policy()
     assert bridge.policy_version == 1
@@ -435,13 +447,13 @@ def test_push_external_is_not_sent_if_a_server_is_gone(
     trainer: FakeTrainer, connect: Connect, rollouts: Rollouts
 ) -> None:
     """It waits for every server, also where unreachable ones are left out of a push."""
-    (_, dead), (other, _) = rollouts
+    dead, other = rollouts
     bridge = connect(rollout_servers=addresses(rollouts), skip_unreachable_servers=True)
-    dead.kill()
+    dead.stop()
     sent: list[int] = []
     with pytest.raises(PolicySyncError, match="not staged on 1 rollout"), bridge.sync(1) as window:
         window.push_external({}, lambda: sent.append(1))
-    assert sent == [] and other.staged == {} and bridge.policy_version is None
+    assert sent == [] and other.state.staged == [] and bridge.policy_version is None
 
 
 def test_sync_misuse_refused(trainer: FakeTrainer, connect: Connect, rollouts: Rollouts) -> None:

@@ -1,4 +1,4 @@
-"""The control plane's state machine, over an engine that only remembers what it was told."""
+"""The control plane's state machine, over an engine in memory."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from pathlib import Path
 
 import grpc
 import pytest
+import torch
 
+from benchmarks.publish_faults.memory_server import MemoryEngine
 from rollout_server.acceptance import AcceptanceTracker
 from rollout_server.control import (
     ACCEPTANCE,
@@ -18,84 +20,70 @@ from rollout_server.control import (
     RolloutControl,
     Weights,
 )
-from rollout_server.engine import Description, ReceivedError, UntrustedEngineError
+from rollout_server.engine import ReceivedError, UntrustedEngineError
 from rollout_server.reload import Change, Result
-from rollout_server.store import ContentStore, Key, StagedTensor, WeightSource
+from rollout_server.store import ContentStore, WeightSource
 from slipstream.errors import RefusedError
+from slipstream.tensors import spec_of
 
 
-class FakeEngine:
-    def __init__(self) -> None:
-        self.live = {DRAFT: "draft-0", POLICY: "policy-0"}
-        self.prepared: list[tuple[str, str]] = []
-        self.failure: Exception | None = None
-        self.damage = ""
-        self.gate: asyncio.Event | None = None
-        self.while_switching: Callable[[], object] = lambda: None
+class Engine(MemoryEngine):
+    """That can be held, and checks what it is told that it replaces."""
 
-    async def prepare(self, source: WeightSource, keep: WeightSource | None) -> str:
-        self.prepared.append((name_of(source), name_of(keep)))
-        return ""
+    gate: asyncio.Event | None = None
+    while_switching: Callable[[], object] = staticmethod(lambda: None)
 
     async def apply(self, changes: Sequence[Change]) -> Result:
         if self.gate is not None:
             await self.gate.wait()
-        if self.failure is not None:
-            raise self.failure
         for change in changes:
-            assert name_of(change.old) == self.live[change.kind]
-            self.live[change.kind] = name_of(change.new)
-        return Result(0.01)
-
-    async def describe(self) -> Description:
-        raise NotImplementedError
-
-    async def check_transfer(self, transfer: str) -> str:
-        return ""
-
-    async def set_draft_lengths(self, lengths: Sequence[int]) -> None:
-        self.lengths = list(lengths)
+            assert self.live[change.kind]["w"].equal(dict(change.old.weights())["w"])
+        return await super().apply(changes)
 
     async def set_speculation(self, enabled: bool) -> float:
         self.while_switching()
-        if self.failure is not None:
-            raise self.failure
-        return 0.0
-
-    async def read_back(self) -> str:
-        return self.damage
-
-    def is_alive(self) -> bool:
-        return True
+        return await super().set_speculation(enabled)
 
 
-def weights(kind: str, version: int, stage_id: str = "") -> Weights:
-    name = f"{kind}-{version}"
-    tensor = StagedTensor("w", Key(f"{name}", "float32", 10), (2,), name)
-    return Weights(kind, version, WeightSource(tensors=(tensor,)), stage_id)
+def weights(store: ContentStore, kind: str, version: int, stage_id: str = "") -> Weights:
+    """One tensor in the store, which holds the version."""
+    tensor = torch.tensor([version, kind == POLICY])
+    made = Weights.of(kind, version, [spec_of("w", tensor)], store, stage_id)
+    store.write(made.keys[0], tensor)
+    return made
 
 
-def name_of(source: WeightSource | None) -> str:
-    return "" if source is None else source.tensors[0].path
+def version_of(source: WeightSource | None) -> int | None:
+    return None if source is None else int(dict(source.weights())["w"][0])
 
 
 class Plane:
     def __init__(self, directory: Path) -> None:
-        self.engine = FakeEngine()
+        self.engine = Engine()
         self.outcomes: list[tuple[str, str]] = []
         self.store = ContentStore(directory, 1000)
+        draft, policy = self.weights(DRAFT, 0), self.weights(POLICY, 0)
+        for first in (draft, policy):
+            self.engine.live[first.kind] = dict(first.source.weights())
         self.control = RolloutControl(
             self.engine,
             self.store,
             AcceptanceTracker(),
             lambda kind, outcome, result: self.outcomes.append((kind, outcome)),
-            weights(DRAFT, 0),
-            weights(POLICY, 0),
+            draft,
+            policy,
         )
+
+    def weights(self, kind: str, version: int, stage_id: str = "") -> Weights:
+        return weights(self.store, kind, version, stage_id)
+
+    def served(self, kind: str) -> int:
+        """The version in the engine's memory."""
+        return int(self.engine.live[kind]["w"][0])
 
     def stage(self, kind: str, version: int) -> str:
         stage_id = f"{kind}-{version}"
-        self.control.add_stage(weights(kind, version, stage_id))
+        self.control.add_stage(self.weights(kind, version, stage_id))
         return stage_id
 
 
@@ -171,15 +159,12 @@ async def test_commit_continues_after_caller_cancels(plane: Plane) -> None:
 @pytest.mark.anyio
 async def test_prepare_keeps_previous_draft_ready(plane: Plane) -> None:
     for version in (1, 2):
-        await plane.control.prepare(weights(DRAFT, version))
+        await plane.control.prepare(plane.weights(DRAFT, version))
         await plane.control.commit([plane.stage(DRAFT, version)])
-    await plane.control.prepare(weights(POLICY, 5))
-    await plane.control.prepare(weights(DRAFT, 3))
-    assert plane.engine.prepared == [
-        ("draft-1", ""),
-        ("draft-2", "draft-0"),
-        ("draft-3", "draft-1"),
-    ]
+    await plane.control.prepare(plane.weights(POLICY, 5))
+    await plane.control.prepare(plane.weights(DRAFT, 3))
+    prepared = [(version_of(new), version_of(keep)) for new, keep in plane.engine.prepared]
+    assert prepared == [(1, None), (2, 0), (3, 1)]
 
 
 @pytest.mark.anyio
@@ -193,7 +178,7 @@ async def test_commit_refuses_bad_stage_ids(plane: Plane) -> None:
         with pytest.raises(RefusedError) as refusal:
             await plane.control.commit(stage_ids)
         assert refusal.value.code == code
-    assert plane.engine.live[DRAFT] == "draft-0"
+    assert plane.served(DRAFT) == 0
 
 
 @pytest.mark.anyio
@@ -202,7 +187,7 @@ async def test_stages_are_bounded_and_ids_unique(plane: Plane) -> None:
         plane.stage(DRAFT, version)
     plane.stage(DRAFT, 0)  # the same again
     with pytest.raises(RefusedError) as refusal:
-        plane.control.add_stage(weights(DRAFT, 7, "draft-0"))
+        plane.control.add_stage(plane.weights(DRAFT, 7, "draft-0"))
     assert refusal.value.code == grpc.StatusCode.ALREADY_EXISTS
     with pytest.raises(RefusedError) as refusal:
         plane.stage(DRAFT, MAX_STAGED)
@@ -210,7 +195,7 @@ async def test_stages_are_bounded_and_ids_unique(plane: Plane) -> None:
 
 
 def test_without_speculation_restores_last_request(tmp_path: Path) -> None:
-    plane = Plane(tmp_path / "store")
+    plane = Plane(tmp_path)
 
     async def turn() -> list[bool]:
         seen = []
@@ -296,15 +281,14 @@ def test_not_ready_reasons_are_kept_by_source(plane: Plane) -> None:
 
 @pytest.mark.anyio
 async def test_commit_clears_not_ready_reasons_of_old_draft(plane: Plane) -> None:
-    plane.engine.damage = "draft read back from memory: worker 0: differs"
+    plane.engine.memory = "differs"
     await plane.control.read_back()
-    assert plane.control.not_ready == plane.engine.damage
+    assert plane.control.not_ready == "draft read back from memory: worker 0: differs"
     await plane.control.commit([plane.stage(DRAFT, 1)])
     assert plane.control.not_ready == ""
     plane.control.report(ACCEPTANCE, "acceptance length of draft 1 is 1.00 over 608 drafts")
     await plane.control.roll_back()
     assert plane.control.not_ready == ""
-    plane.engine.damage = ""
     await plane.control.read_back()
     assert plane.control.not_ready == ""
 
@@ -318,7 +302,7 @@ async def test_repeated_commit_keeps_roll_back_target(
     assert plane.control.previous_draft is not None
     assert plane.control.previous_draft.version == 0
     await plane.control.roll_back()
-    assert plane.engine.live[DRAFT] == "draft-0"
+    assert plane.served(DRAFT) == 0
 
 
 @pytest.mark.anyio
@@ -357,5 +341,5 @@ async def test_abort_waits_for_running_commit(plane: Plane) -> None:
         await abort
         assert isinstance(ended[0], RefusedError) == (failure is not None)
         assert plane.control.live[DRAFT].version == live
-        assert plane.engine.live[DRAFT] == f"draft-{live}"
+        assert plane.served(DRAFT) == live
         assert plane.control.staged == {}

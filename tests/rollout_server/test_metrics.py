@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.publish_faults.memory_server import MemoryEngine
 from rollout_server.acceptance import KEPT_VERSIONS, AcceptanceTracker
 from rollout_server.control import DRAFT, POLICY, RolloutControl, Weights
 from rollout_server.draft_length import LengthChooser
@@ -16,7 +17,7 @@ from rollout_server.step_costs import MIXED, PLAIN, SPECULATIVE, StepCosts, Step
 from rollout_server.store import ContentStore, WeightSource
 from slipstream.errors import Refusals, StatusCode
 from slipstream.v1 import rollout_server_pb2 as pb
-from tests.rollout_server.test_control import FakeEngine, weights
+from tests.rollout_server.test_control import weights
 from tests.scraping import of, scrape, value
 
 R = "slipstream_rollout_"
@@ -34,16 +35,14 @@ class Server:
         self.tracker.start(0)
         self.commits, self.costs, self.refused = CommitCounts(), StepCosts(), Refusals()
         self.chooser = LengthChooser(3, 64)
-        self.store = ContentStore(tmp_path / "store", 1000)
-        engine = FakeEngine()
-        engine.live[POLICY] = "policy-None"
+        self.store = ContentStore(tmp_path, 1000)
         self.control = RolloutControl(
-            engine,
+            MemoryEngine(),  # type: ignore[arg-type]
             self.store,
             self.tracker,
             self.commits.committed,
-            weights(DRAFT, 0),
-            weights(POLICY, None),  # type: ignore[arg-type]
+            weights(self.store, DRAFT, 0),
+            Weights(POLICY, None, WeightSource()),
         )
         observed = Observed(
             *(self.tracker, self.control, self.store, self.commits, self.costs, self.refused),
@@ -136,8 +135,8 @@ def test_boundaries_are_bounded_over_commits_without_drafts(server: Server) -> N
 def test_scrape_shows_versions_staleness_and_commits(server: Server) -> None:
     began = value(scrape(server.collector), R + "draft_live_timestamp_seconds")
     assert began is not None
-    draft = weights(DRAFT, 3, "draft-3")
-    server.commit(draft, weights(POLICY, 12, "policy-12"))
+    draft = weights(server.store, DRAFT, 3, "draft-3")
+    server.commit(draft, weights(server.store, POLICY, 12, "policy-12"))
     samples = scrape(server.collector)
     assert value(samples, R + "draft_version") == 3
     assert value(samples, R + "policy_version") == 12
@@ -224,9 +223,9 @@ def test_break_even_uses_speculative_steps_of_last_minute() -> None:
 
 
 def test_scrape_exposes_every_fact(server: Server) -> None:
-    draft = weights(DRAFT, 3, "draft-3")
+    draft = weights(server.store, DRAFT, 3, "draft-3")
     object.__setattr__(draft, "trained_against", 11)
-    server.commit(draft, weights(POLICY, 12, "policy-12"))
+    server.commit(draft, weights(server.store, POLICY, 12, "policy-12"))
     server.refused.note("/slipstream.v1.RolloutServer/Stage", StatusCode.INVALID_ARGUMENT, "x")
     sums = {(SPECULATIVE, 1, 3): StepSum(50, 1.0), (PLAIN, 1, 0): StepSum(50, 1.0)}
     server.costs.add(0.0, sums, accepted(3, 0, 0))

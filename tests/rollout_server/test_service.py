@@ -16,64 +16,43 @@ import grpc
 import pytest
 import torch
 
-from benchmarks.publish_faults.server_process import Fault, MemoryEngine, control_plane
+from benchmarks.publish_faults.memory_server import MemoryServer
 from rollout_server import service
 from rollout_server.control import MAX_STAGED
-from rollout_server.store import ContentStore, WeightSource
+from rollout_server.engine import UntrustedEngineError
 from slipstream.client import TRAINER, open_channel, stage
-from slipstream.serving import LoopThread
 from slipstream.tensors import spec_of
 from slipstream.v1 import rollout_server_pb2 as pb
 from slipstream.v1 import rollout_server_pb2_grpc as pb_grpc
-from tests.draft_trainer.rig import open_to_all, write_draft
+from tests.draft_trainer.rig import write_draft
 from tests.rollout_server.checkpoints import load
 
 SECONDS = 60.0
 
 
-class Engine(MemoryEngine):
-    """That may not be able to prepare a draft."""
-
-    why_not = ""
-
-    async def prepare(self, source: WeightSource, keep: WeightSource | None) -> str:
-        return self.why_not
-
-
-class Plane:
+class Plane(MemoryServer):
     """A server with memory for its draft and two policies, and a client of it."""
 
     def __init__(self, folder: Path) -> None:
-        self.draft = write_draft(folder / "draft")
-        self.policy = {n: t for n, t in load(self.draft).items() if n != "t2d"}
-        self.size = sum(tensor.nbytes for tensor in self.policy.values())
-        capacity = (self.draft / "model.safetensors").stat().st_size + 2 * self.size
-        self.engine = Engine(Fault(folder / "fault"))
-        self._loop = LoopThread("plane")
-        (folder / "store").mkdir()
-        store = ContentStore(folder / "store", capacity)
-
-        async def start() -> None:
-            make = await control_plane(self.engine, store, self.draft, open_to_all())
-            self.server = make()
-            await self.server.start("127.0.0.1", 0)
-
-        self._loop.run(start())
-        self._channel = open_channel(f"127.0.0.1:{self.server.port}")
+        self.draft_dir = write_draft(folder / "draft")
+        self.tensors = {n: t for n, t in load(self.draft_dir).items() if n != "t2d"}
+        size = sum(tensor.nbytes for tensor in self.tensors.values())
+        capacity = (self.draft_dir / "model.safetensors").stat().st_size + 2 * size
+        super().__init__(self.draft_dir, stage_bytes=capacity)
+        self._channel = open_channel(self.address)
         self.stub = pb_grpc.RolloutServerStub(self._channel)
 
     def close(self) -> None:
         self._channel.close()
-        self._loop.run(self.server.stop())
-        assert self._loop.close(10)
+        self.stop()
 
     def push(self, stage_id: str, version: int) -> None:
         """Stage a policy, every tensor of which is its own."""
-        tensors = {name: tensor + version for name, tensor in self.policy.items()}
+        tensors = {name: tensor + version for name, tensor in self.tensors.items()}
         self._stage(stage_id, pb.STAGE_KIND_POLICY, version, tensors)
 
     def stage_draft(self, version: int) -> pb.StageResult:
-        tensors = load(self.draft)
+        tensors = load(self.draft_dir)
         return self._stage(f"draft-{version}", pb.STAGE_KIND_DRAFT, version, tensors)
 
     def _stage(
@@ -82,12 +61,6 @@ class Plane:
         specs = [spec_of(name, tensor) for name, tensor in tensors.items()]
         header = pb.StageHeader(stage_id=stage_id, kind=kind, version=version, tensors=specs)
         return stage(self.stub, header, tensors, timeout=SECONDS)
-
-    def commit(self, *stage_ids: str) -> pb.ServerState:
-        return self.stub.Commit(pb.CommitRequest(stage_ids=stage_ids), timeout=SECONDS).state
-
-    def staged(self) -> list[str]:
-        return list(self.stub.GetState(pb.GetStateRequest(), timeout=SECONDS).staged)
 
 
 @pytest.fixture
@@ -102,8 +75,9 @@ def test_policy_stage_of_killed_job_is_evicted(plane: Plane) -> None:
     plane.push("policy-2-killed", 2)
     plane.stage_draft(1)
     plane.push("policy-2-restarted", 3)
-    assert plane.staged() == ["draft-1", "policy-2-restarted"]
-    state = plane.commit("draft-1", "policy-2-restarted")
+    assert list(plane.state.staged) == ["draft-1", "policy-2-restarted"]
+    plane.commit("draft-1", "policy-2-restarted")
+    state = plane.state
     assert (state.draft_version, state.policy_version, list(state.staged)) == (1, 3, [])
 
 
@@ -116,7 +90,7 @@ def test_external_policy_stages_do_not_accumulate(plane: Plane) -> None:
             transfer_update=json.dumps({}),
         )
         stage(plane.stub, header, {}, timeout=SECONDS)
-    assert plane.staged() == [f"policy-{MAX_STAGED}"]
+    assert list(plane.state.staged) == [f"policy-{MAX_STAGED}"]
 
 
 def test_unprepared_draft_is_logged_once_per_reason(
@@ -124,7 +98,7 @@ def test_unprepared_draft_is_logged_once_per_reason(
 ) -> None:
     with caplog.at_level(logging.WARNING, "rollout_server.service"):
         for version, why_not in enumerate(("", "buffers", "buffers", "", "buffers", "no memory")):
-            plane.engine.why_not = why_not
+            plane.engine.not_prepared = why_not
             assert plane.stage_draft(version).not_prepared == why_not
             plane.push(f"policy-{version}", version)
     assert [record.message for record in caplog.records] == [
@@ -141,9 +115,9 @@ def test_unknown_weights_stop_server_at_once(
     monkeypatch.setattr(os, "kill", lambda pid, number: signals.put((pid, number)))
     with closing(Plane(tmp_path)) as plane:
         plane.stage_draft(1)
-        (tmp_path / "fault").write_text("worker")
+        plane.engine.failure = UntrustedEngineError("the worker died in the middle")
         with pytest.raises(grpc.RpcError):
-            plane.commit("draft-1")
+            plane.stub.Commit(pb.CommitRequest(stage_ids=["draft-1"]), timeout=SECONDS)
         assert signals.get(timeout=SECONDS) == (os.getpid(), signal.SIGTERM)
 
 
@@ -153,7 +127,7 @@ def test_watching_trainer_keeps_its_claim(
 ) -> None:
     """While it stages for long, or looks at them once in a while; also where nothing is drafted."""
     monkeypatch.setattr(service, "_IDLE_SECONDS", 0.01)
-    control = plane.server._control
+    control = plane.control
     heard, real = queue.SimpleQueue[str](), control.heard
 
     def hear(trainer: str) -> None:
@@ -178,7 +152,7 @@ def test_watching_trainer_keeps_its_claim(
 def test_change_during_watch_interval_is_reported(
     plane: Plane, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    control, pauses = plane.server._control, list[str]()
+    control, pauses = plane.control, list[str]()
 
     def pause(trainer: str) -> None:
         if not pauses:
