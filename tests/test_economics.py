@@ -56,7 +56,7 @@ def plan_of(costs: StepTable, **fleet: Any) -> dict[str, Any]:
     return make_plan(Fleet(costs=costs, **told, **fleet))
 
 
-def test_a_table_is_linear_between_its_points_and_ends_at_the_largest() -> None:
+def test_step_table_is_linear_and_bounded() -> None:
     assert TABLE.draft_lengths == (OFF, 3)
     assert TABLE.seconds(OFF, 8) == 0.012
     assert TABLE.seconds(3, 36) == pytest.approx(0.040)
@@ -79,16 +79,18 @@ def test_a_table_is_linear_between_its_points_and_ends_at_the_largest() -> None:
         ([(1, 0, 0.1), (8, 0, 0.05)], "do not fall"),
     ],
 )
-def test_a_table_that_cannot_be_is_refused(rows: list[tuple[float, int, float]], text: str) -> None:
+def test_step_table_invalid_rows_are_refused(
+    rows: list[tuple[float, int, float]], text: str
+) -> None:
     with pytest.raises(RefusedError, match=text):
         StepTable.of(rows)
 
 
-def test_a_cheaper_larger_step_within_the_noise_costs_the_same() -> None:
+def test_step_table_cheaper_larger_batch_is_noise() -> None:
     assert StepTable.of([(1, 0, 0.1), (8, 0, 0.097)]).seconds(OFF, 8) == 0.1
 
 
-def test_acceptance() -> None:
+def test_acceptance_length_and_scaling() -> None:
     assert acceptance_length(RATES, 0) == acceptance_length(RATES, OFF) == 1
     assert acceptance_length(RATES, 3) == pytest.approx(2.8)
     # The last conditional acceptance, 0.4 / 0.6, goes on.
@@ -103,7 +105,7 @@ def test_acceptance() -> None:
             check_rates(wrong)
 
 
-def test_speed_up_and_the_best_length() -> None:
+def test_speed_up_and_best_length() -> None:
     assert break_even(TABLE, 3, 1) == pytest.approx(1.6)
     assert speed_up(TABLE, RATES, 3, 1) == pytest.approx(2.8 / 1.6)
     assert best_length(TABLE, RATES, 1) == 3
@@ -120,7 +122,7 @@ def test_speed_up_and_the_best_length() -> None:
     assert rows[1][1] == 64
 
 
-def test_a_zero_in_a_table_costs_a_run_of_the_draft() -> None:
+def test_draft_length_0_costs_a_draft_run() -> None:
     costs = StepTable(
         {OFF: ((1, 0.1), (2, 0.1)), 0: ((1, 0.11), (2, 0.11)), 1: ((1, 0.12), (2, 0.3))}
     )
@@ -141,9 +143,7 @@ def test_a_zero_in_a_table_costs_a_run_of_the_draft() -> None:
 
 
 @pytest.mark.parametrize(("slower", "limit"), [(1, 1.21), (3, None)])
-def test_costs_without_a_zero_do_not_rule_out_a_table_with_one(
-    slower: float, limit: float | None
-) -> None:
+def test_plan_without_length_0_states_an_upper_bound(slower: float, limit: float | None) -> None:
     """Most steps are full, where drafts lose; only the tail gains, or nothing."""
     plain = ((1, 0.010), (16, 0.011), (64, 0.014), (256, 0.024))
     drafted = ((1, 0.013), (16, 0.015), (64, 0.030), (256, 0.100))
@@ -184,7 +184,7 @@ def test_generation_by_hand() -> None:
         generate(flat, (0.5,), [], lambda batch: OFF, slots=2)
 
 
-def test_the_context_of_a_request_is_its_prompt_and_what_it_has_generated() -> None:
+def test_generation_context_is_prompt_and_output() -> None:
     class ByContext:
         draft_lengths = (0,)
 
@@ -196,7 +196,7 @@ def test_the_context_of_a_request_is_its_prompt_and_what_it_has_generated() -> N
     assert found.seconds == pytest.approx(4 * 102 + 2 * 101 + 6 * 103)
 
 
-def test_steps_overlap_from_a_lag_of_one() -> None:
+def test_loop_steps_overlap_from_lag_1() -> None:
     assert Loop(2.0).run([3.0] * 10) == (pytest.approx(5.0), pytest.approx(3.0))
     assert Loop(2.0, lag=1).run([3.0] * 10) == (pytest.approx(3.0), pytest.approx(1.0))
     # Training is the bottleneck: generation is hidden, however few the steps, however long it is.
@@ -214,7 +214,7 @@ def test_drift_that_pays() -> None:
     assert drift_that_pays(seconds, RATES, 65.0) is None
 
 
-def test_shapes() -> None:
+def test_policy_shapes_and_roofline() -> None:
     shape = policy_shape(LLAMA)
     # 8.03e9 weights, less the embeddings, which are looked up.
     assert shape.dense_bytes / 2 == pytest.approx(8.03e9 - 128256 * 4096, rel=2e-3)
@@ -253,7 +253,7 @@ def test_shapes() -> None:
     assert costs[1] > costs[0] + roofline.draft_seconds + roofline.speculative_seconds
 
 
-def test_lengths(tmp_path: Path) -> None:
+def test_read_lengths_and_step_costs(tmp_path: Path) -> None:
     file = tmp_path / "lengths"
     file.write_text("10\n20\n400\n")
     assert read_lengths(str(file)) == [10, 20, 400]
@@ -305,7 +305,7 @@ def exposition(plain: int, zero_seconds: float = 0.012) -> str:
     )
 
 
-def test_a_server_s_own_measurements() -> None:
+def test_plan_reads_costs_measured_by_server() -> None:
     table, rates = served_costs(exposition(plain=100))
     assert rates == (0.8, 0.6)
     found = [table.seconds(k, 1) for k in (OFF, 0, 2)]
@@ -316,7 +316,7 @@ def test_a_server_s_own_measurements() -> None:
         served_costs(exposition(plain=3))
 
 
-def test_a_zero_that_was_timed_too_fast_costs_a_plain_step() -> None:
+def test_draft_length_0_costs_at_least_a_plain_step() -> None:
     """Noise does not make a table that never drafts faster than no speculation."""
     table, _ = served_costs(exposition(plain=5, zero_seconds=0.0097))
     assert table.seconds(0, 1) == table.seconds(OFF, 1) == 0.01
@@ -326,7 +326,7 @@ def test_a_zero_that_was_timed_too_fast_costs_a_plain_step() -> None:
 
 
 @pytest.mark.parametrize("scheme", ["http", "https"])
-def test_a_server_on_this_machine_is_read_without_the_environment_s_proxy(
+def test_plan_reads_local_server_without_proxy(
     scheme: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from tests.security.certificates import Authority
@@ -350,7 +350,7 @@ def test_a_server_on_this_machine_is_read_without_the_environment_s_proxy(
         server.close(10)
 
 
-def test_a_few_slow_steps_do_not_raise_the_cost_of_every_larger_batch() -> None:
+def test_step_table_pools_few_slow_steps() -> None:
     # Four slow steps of one request before a thousand of four and of 16.
     table = StepTable.measured([(16, 0, 0.02, 1000), (1, 0, 0.05, 4), (4, 0, 0.01, 996)])
     pooled = pytest.approx((4 * 0.05 + 996 * 0.01) / 1000)

@@ -261,6 +261,10 @@ class SampleStore:
                 # contains is trained on again as far as it is known.
                 draw = int(draw) if noted == release else last if release > noted else 0
                 self._db.set("release", [release, draw])
+            elif self._db.get("release", None) is None:
+                # Of the next release it is known then that it is newer than this one. What this one
+                # contains is not: a reboot discarded it.
+                self._db.set("release", [release, 0])
             gone = self._db.undo_draws(draw + 1)
             # Numbers go on upwards, also where the state knows of more than this index.
             self._db.set("last_draw", max(last, draw))

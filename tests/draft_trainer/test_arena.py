@@ -1,10 +1,8 @@
-"""The mapped file: its allocator against a model, its views, and a file system that is full."""
+"""The mapped file of samples: its allocator against a model, and its views."""
 
 from __future__ import annotations
 
-import errno
 import gc
-import os
 import random
 import threading
 from pathlib import Path
@@ -13,7 +11,6 @@ import pytest
 import torch
 
 from draft_trainer.ingest.arena import ALIGNMENT, Arena
-from slipstream.errors import RefusedError, StatusCode
 from slipstream.tensors import Bytes
 
 
@@ -31,7 +28,7 @@ def retained(arena: Arena, units: int) -> int:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_against_a_map_of_every_unit(tmp_path: Path, seed: int) -> None:
+def test_arena_allocations_match_a_reference_model(tmp_path: Path, seed: int) -> None:
     rng = random.Random(seed)
     size = 300
     arena = Arena(tmp_path / "a", size * ALIGNMENT)
@@ -80,7 +77,7 @@ def _runs(units: list[bool]) -> list[tuple[int, int]]:
     return runs
 
 
-def test_an_extent_is_reused_only_when_nothing_views_it(tmp_path: Path) -> None:
+def test_arena_extent_is_reused_only_when_nothing_views_it(tmp_path: Path) -> None:
     arena = Arena(tmp_path / "a", 4 * ALIGNMENT)
     start = retained(arena, 2)
     view = torch.from_numpy(arena.view(start, 100)).fill_(7)
@@ -95,7 +92,7 @@ def test_an_extent_is_reused_only_when_nothing_views_it(tmp_path: Path) -> None:
     assert retained(arena, 2) == start
 
 
-def test_a_reservation_is_free_with_its_last_view_unless_it_is_retained(tmp_path: Path) -> None:
+def test_arena_reservation_is_freed_with_its_last_view(tmp_path: Path) -> None:
     arena = Arena(tmp_path / "a", 2 * ALIGNMENT)
     first, second = arena.reserve(8), arena.reserve(8)
     assert first is not None and second is not None
@@ -107,7 +104,7 @@ def test_a_reservation_is_free_with_its_last_view_unless_it_is_retained(tmp_path
     assert (arena.used, arena.pinned) == (ALIGNMENT, 0)
 
 
-def test_views_that_end_on_other_threads_are_counted(tmp_path: Path) -> None:
+def test_arena_views_ended_on_other_threads_are_counted(tmp_path: Path) -> None:
     arena = Arena(tmp_path / "a", 64 * ALIGNMENT)
     views = []
     for _ in range(64):
@@ -130,7 +127,7 @@ def test_views_that_end_on_other_threads_are_counted(tmp_path: Path) -> None:
     assert (arena.pinned, arena.used) == (0, 0)
 
 
-def test_extents_that_cannot_be_are_named_and_viewed_ones_stay(tmp_path: Path) -> None:
+def test_arena_restart_names_impossible_extents(tmp_path: Path) -> None:
     unit = ALIGNMENT
     arena = Arena(tmp_path / "a", 10 * unit)
     for _ in range(5):
@@ -159,19 +156,6 @@ def test_extents_that_cannot_be_are_named_and_viewed_ones_stay(tmp_path: Path) -
     assert arena.used == 0 and arena.reserve(10 * unit) is not None
 
 
-def test_a_full_file_system_is_a_refusal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(number: int, offset: int, size: int) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(os, "posix_fallocate", full)
-    with pytest.raises(RefusedError) as caught:
-        Arena(tmp_path / "a", 1 << 20)
-    assert caught.value.field == "replay.directory"
-    assert caught.value.code is StatusCode.RESOURCE_EXHAUSTED
-    assert "No space left" in caught.value.found
-    assert f"{1 << 20} bytes (replay.capacity_bytes)" in caught.value.expected
-
-
-def test_its_blocks_are_allocated_from_the_start(tmp_path: Path) -> None:
+def test_arena_file_is_allocated_at_once(tmp_path: Path) -> None:
     Arena(tmp_path / "a", 1 << 20)
     assert (tmp_path / "a").stat().st_blocks * 512 >= 1 << 20

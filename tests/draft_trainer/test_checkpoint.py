@@ -51,7 +51,7 @@ def test_full_vocabulary_checkpoint_has_no_d2t(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("variant", _VARIANTS)
-def test_a_draft_is_made_without_the_processs_random_numbers(tmp_path: Path, variant: str) -> None:
+def test_reading_draft_leaves_global_rng_untouched(tmp_path: Path, variant: str) -> None:
     """In the policy's own process they are those of its seeded rollouts."""
     model = saved(tmp_path, **_VARIANTS[variant])
     before = torch.get_rng_state()
@@ -67,7 +67,7 @@ def test_a_draft_is_made_without_the_processs_random_numbers(tmp_path: Path, var
 
 @pytest.mark.parametrize("layout", ["plain", "speculators"])
 @pytest.mark.parametrize("variant", _VARIANTS)
-def test_round_trips_are_exact(tmp_path: Path, layout: str, variant: str) -> None:
+def test_checkpoint_round_trip_is_exact(tmp_path: Path, layout: str, variant: str) -> None:
     """Configuration, every tensor and both maps; writing again gives the same bytes."""
     first, second, third = (tmp_path / name for name in ("first", "second", "third"))
     for folder in (first, second, third):
@@ -87,7 +87,7 @@ def test_round_trips_are_exact(tmp_path: Path, layout: str, variant: str) -> Non
         assert (first / name).read_bytes() == (third / name).read_bytes()
 
 
-def test_what_the_trainer_does_not_know_is_kept(tmp_path: Path) -> None:
+def test_unknown_checkpoint_fields_are_kept(tmp_path: Path) -> None:
     """Fields, the absence of t2d and the names of a checkpoint survive being trained on."""
     first, second = tmp_path / "first", tmp_path / "second"
     first.mkdir(), second.mkdir()
@@ -109,7 +109,7 @@ def test_what_the_trainer_does_not_know_is_kept(tmp_path: Path) -> None:
         Eagle3().save(second, other, like=first)
 
 
-def test_older_fields_are_read(tmp_path: Path) -> None:
+def test_older_rope_fields_are_read(tmp_path: Path) -> None:
     saved(tmp_path)
     scaling = {"type": "linear", "factor": 2.0}
     absent = dict.fromkeys(("rope_parameters", "num_aux_hidden_states", "target_hidden_size"), ...)
@@ -128,7 +128,7 @@ def test_older_fields_are_read(tmp_path: Path) -> None:
         ("llama", True, "Eagle3Qwen3ForCausalLM", "Eagle3Qwen3ForCausalLM"),
     ],
 )
-def test_what_vllm_reads_into_a_config_is_written(
+def test_vllm_defaults_are_written_into_the_config(
     tmp_path: Path, draft_vocab: int, model_type: str, qk_norm: bool, given: str, served: str
 ) -> None:
     """As SafeAILab's and AngelSlim's trainers write it: class, base, and tied embeddings."""
@@ -150,7 +150,7 @@ def test_what_vllm_reads_into_a_config_is_written(
     assert again.document["tie_word_embeddings"] is False
 
 
-def test_maps_of_a_full_vocabulary(tmp_path: Path) -> None:
+def test_identity_d2t_of_full_vocabulary_is_dropped(tmp_path: Path) -> None:
     """SpecForge writes the identity, which vLLM cannot load: it is left out."""
     saved(tmp_path, draft_vocab=VOCAB)
     identity = {"d2t": torch.zeros(VOCAB, dtype=torch.int64), "t2d": torch.ones(VOCAB) > 0}
@@ -162,7 +162,7 @@ def test_maps_of_a_full_vocabulary(tmp_path: Path) -> None:
         Eagle3().read(tmp_path)
 
 
-def test_embeddings_are_dropped_kept_or_refused(tmp_path: Path) -> None:
+def test_draft_embeddings_are_dropped_kept_or_refused(tmp_path: Path) -> None:
     """A copy of the policy's is shared; others are the draft's own; without the policy, neither."""
     model = saved(tmp_path)
     theirs = torch.randn(VOCAB, HIDDEN).bfloat16()
@@ -187,7 +187,7 @@ def test_embeddings_are_dropped_kept_or_refused(tmp_path: Path) -> None:
     assert not loaded.embed_tokens.weight.requires_grad
 
 
-def test_the_policys_depth_says_what_nested_layers_mean(tmp_path: Path) -> None:
+def test_nested_aux_layer_ids_are_read_by_policy_depth(tmp_path: Path) -> None:
     """Ten layers: SpecForge's and vLLM's defaults are (1, 4, 6) and (2, 5, 7)."""
     saved(tmp_path, aux_layer_ids=(2, 5, 7))
     policy = policy_folder(tmp_path)

@@ -32,7 +32,7 @@ _NOT_THE_HEADS = {"d2t", "t2d", "embed_tokens.weight"}
 
 
 @pytest.mark.parametrize("name", _ALL)
-def test_what_a_trainer_wrote_is_what_it_computes(name: str) -> None:
+def test_checkpoint_of_other_trainer_gives_its_logits(name: str) -> None:
     """Every tensor as it is in the file, and the first step's logits as that trainer has them."""
     stored = load_file(_FOLDER / name / "model.safetensors")
     expected = load_file(_FOLDER / f"{name}.safetensors")
@@ -54,7 +54,7 @@ def test_what_a_trainer_wrote_is_what_it_computes(name: str) -> None:
     assert error < 1e-5, f"relative error {error:.2e}"
 
 
-def test_the_fields_of_each_trainer() -> None:
+def test_config_fields_of_other_trainers() -> None:
     configs = {name: Eagle3().read(_FOLDER / name, _POLICY).config for name in _ALL}
     assert {name: config.aux_layer_ids for name, config in configs.items()} == {
         "speculators": (2, 5, 7),
@@ -80,7 +80,7 @@ def test_the_fields_of_each_trainer() -> None:
         ("specforge_sglang", _LAYER_IDS),
     ],
 )
-def test_what_only_the_policy_can_tell_is_asked_for(name: str, field: str) -> None:
+def test_checkpoint_that_needs_the_policy_asks_for_it(name: str, field: str) -> None:
     with pytest.raises(RefusedError) as refusal:
         Eagle3().read(_FOLDER / name)
     assert refusal.value.field.endswith(field)
@@ -93,7 +93,7 @@ def _no_space(*_: object) -> None:
 
 
 @pytest.mark.parametrize("name", _ALL)
-def test_released_drafts_keep_the_checkpoints_form(
+def test_releases_keep_layout_of_initial_checkpoint(
     tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Release 0 is what vLLM reads as its trainer meant it; later ones are written like it."""
@@ -137,7 +137,7 @@ def test_released_drafts_keep_the_checkpoints_form(
 
 
 @pytest.mark.parametrize("name", _SPECULATORS)
-def test_a_new_speculators_checkpoint_has_every_field_of_theirs(tmp_path: Path, name: str) -> None:
+def test_new_speculators_checkpoint_has_all_their_fields(tmp_path: Path, name: str) -> None:
     """Not every value: what a draft's function does not depend on is left to their defaults."""
     head = Eagle3().read(_FOLDER / name, _POLICY).draft()
     Eagle3().save(tmp_path, head, layout="speculators", policy=_POLICY)
@@ -153,7 +153,7 @@ def test_a_new_speculators_checkpoint_has_every_field_of_theirs(tmp_path: Path, 
     assert Eagle3().read(tmp_path).config == head.config
 
 
-def test_what_speculators_files_may_hold_besides(tmp_path: Path) -> None:
+def test_speculators_checkpoint_with_verifier_weights(tmp_path: Path) -> None:
     """Copies of the policy's norm and lm_head, which vLLM has no parameters for, are left out."""
     source = _FOLDER / "speculators"
     tensors = load_file(source / "model.safetensors")
@@ -190,7 +190,9 @@ def test_what_speculators_files_may_hold_besides(tmp_path: Path) -> None:
         (_LAYER_IDS, []),
     ],
 )
-def test_modelopt_drafts_that_are_not_eagle_3(tmp_path: Path, field: str, change: object) -> None:
+def test_modelopt_draft_other_than_eagle3_is_refused(
+    tmp_path: Path, field: str, change: object
+) -> None:
     source = _FOLDER / "modelopt"
     document = json.loads((source / "config.json").read_text())
     document["eagle_config"][field] = change

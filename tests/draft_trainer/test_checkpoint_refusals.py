@@ -87,7 +87,7 @@ def _check_refused(folder: Path, match: str) -> None:
         (r"lm_head\.weight", {"draft_vocab_size": DRAFT_VOCAB - 1}),
     ],
 )
-def test_a_config_that_cannot_be_or_contradicts_the_tensors(
+def test_invalid_draft_config_is_refused_by_field(
     tmp_path: Path, field: str, changes: dict[str, Any]
 ) -> None:
     saved(tmp_path)
@@ -121,7 +121,7 @@ _OUTSIDE = torch.cat([d2t()[:-1], torch.tensor([VOCAB])])
         ("t2d", {"t2d": torch.zeros(VOCAB + 1, dtype=torch.bool)}),
     ],
 )
-def test_tensors_that_do_not_fit_are_refused(
+def test_invalid_draft_tensors_are_refused_by_name(
     tmp_path: Path, match: str, changes: dict[str, Tensor | None]
 ) -> None:
     saved(tmp_path)
@@ -137,14 +137,16 @@ def test_tensors_that_do_not_fit_are_refused(
         ("eagle_aux_hidden_state_layer_ids", {"num_hidden_layers": 4}),
     ],
 )
-def test_a_draft_for_another_policy(tmp_path: Path, field: str, sizes: dict[str, int]) -> None:
+def test_draft_of_another_policy_is_refused(
+    tmp_path: Path, field: str, sizes: dict[str, int]
+) -> None:
     saved(tmp_path)
     Eagle3().read(tmp_path, policy_folder(tmp_path))
     with pytest.raises(RefusedError, match=f"the draft's {field}"):
         Eagle3().read(tmp_path, policy_folder(tmp_path, **sizes))
 
 
-def test_a_policy_of_one_layer_is_no_draft(tmp_path: Path) -> None:
+def test_policy_of_one_layer_is_no_draft(tmp_path: Path) -> None:
     """Its class has the name that drafts of SafeAILab's trainer give; its tensors have not."""
     saved(tmp_path)
     tensors = load_file(tmp_path / WEIGHTS)
@@ -171,7 +173,7 @@ def test_unreadable_files_are_refused(tmp_path: Path) -> None:
             Eagle3().read(tmp_path)
 
 
-def test_what_a_layout_cannot_say_is_not_written(tmp_path: Path) -> None:
+def test_layout_that_lacks_a_field_is_not_written(tmp_path: Path) -> None:
     both = head(1, norm_before_fc=True, fc_norm=True)
     for layout, field in (("speculators", "fc_norm"), ("modelopt", "layout"), ("x", "layout")):
         with pytest.raises(RefusedError, match=field):

@@ -14,14 +14,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
-import docstring_parser
 import grpc
 import pytest
-import torch
 
-from draft_trainer.cli.main import _COMMANDS, main
+from draft_trainer.cli.main import main
 from draft_trainer.config import TrainerConfig
 from draft_trainer.kernels.library import using_kernels
 from draft_trainer.releases.reconcile import Reconciler
@@ -104,7 +102,7 @@ def serving(config: Path) -> Iterator[Process]:
             popen.communicate()
 
 
-def test_sigterm_while_fed_and_training_ends_with_0(tmp_path: Path) -> None:
+def test_sigterm_while_training_exits_0(tmp_path: Path) -> None:
     with serving(write_config(tmp_path)) as process, open_channel(process.address) as channel:
         client = Client(channel)
         client.open()
@@ -120,7 +118,7 @@ def test_sigterm_while_fed_and_training_ends_with_0(tmp_path: Path) -> None:
             stream.send(rollouts(1, seed=1)[0])
 
 
-def test_killed_client_does_not_matter_and_sigint_ends_with_0(tmp_path: Path) -> None:
+def test_client_killed_and_sigint_exits_0(tmp_path: Path) -> None:
     feeder = """
 import os, sys
 from slipstream.client import open_channel
@@ -157,7 +155,7 @@ def serve_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Call
 
 
 @pytest.mark.parametrize("full", [False, True])
-def test_serving_needs_no_stdout(
+def test_serve_without_stdout(
     serve_once: Callable[[], int], monkeypatch: pytest.MonkeyPatch, full: bool
 ) -> None:
     """A shell's >&- closes it; the disk of its file may be full."""
@@ -167,7 +165,7 @@ def test_serving_needs_no_stdout(
 
 
 @pytest.mark.parametrize("error", [OSError("no"), RuntimeError("no thread")])
-def test_an_error_after_the_start_leaves_nothing_running(
+def test_serve_error_after_start_frees_registry(
     serve_once: Callable[[], int], monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     def fail(self: Reconciler) -> None:
@@ -197,7 +195,7 @@ def test_status_and_a_pin(tmp_path: Path, capsys: Capture) -> None:
         assert json.loads(run(capsys, "status", "--json", *at)[1])["pinned"] is True
 
 
-def test_promote_that_failed_somewhere_ends_with_1(tmp_path: Path, capsys: Capture) -> None:
+def test_promote_with_unreachable_server_exits_1(tmp_path: Path, capsys: Capture) -> None:
     config = make_config(tmp_path, publish={"rollout_servers": ["127.0.0.1:9"]})
     with running(config, train=False) as (server, _):
         code, text = run(capsys, "releases", "promote", "0", "--address", server.address)
@@ -205,34 +203,24 @@ def test_promote_that_failed_somewhere_ends_with_1(tmp_path: Path, capsys: Captu
         assert "127.0.0.1:9: unknown; unreachable" in text
 
 
-def test_client_without_a_trainer_is_told_so(capsys: Capture) -> None:
+def test_status_without_trainer_is_refused_by_address(capsys: Capture) -> None:
     line = refused(capsys, "status", "--address", "127.0.0.1:9")
     assert "127.0.0.1:9" in line and "a running draft-trainer" in line
 
 
-def test_port_in_use_ends_the_process_with_2(tmp_path: Path, capsys: Capture) -> None:
+@pytest.mark.parametrize("key", ["port", "metrics_port"])
+def test_serve_port_in_use_exits_2(tmp_path: Path, capsys: Capture, key: str) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        config = write_config(tmp_path, server={"metrics_port": port})
+        config = write_config(tmp_path, server={key: port})
         line = refused(capsys, "serve", "--config", str(config))
-        assert f"server.metrics_port: found 127.0.0.1:{port}" in line
-        config = write_config(tmp_path, server={"port": port})
-        done = subprocess.run(
-            [*PROGRAM, "serve", "--config", str(config)],
-            capture_output=True,
-            text=True,
-            timeout=DEADLINE,
-            check=False,
-        )
-        assert done.returncode == 2
-        assert "Traceback" not in done.stderr
-        assert f"server.port: found 127.0.0.1:{port}" in done.stderr
-        assert "free port" in done.stderr and "stop what listens there" in done.stderr
+        assert f"server.{key}: found 127.0.0.1:{port}" in line
+        assert "free port" in line and "stop what listens there" in line
 
 
-def test_unusable_files(tmp_path: Path, capsys: Capture) -> None:
+def test_serve_unusable_files_are_named(tmp_path: Path, capsys: Capture) -> None:
     def serve(**sections: dict[str, Any]) -> str:
         return refused(capsys, "serve", "--config", str(write_config(tmp_path, **sections)))
 
@@ -245,7 +233,7 @@ def test_unusable_files(tmp_path: Path, capsys: Capture) -> None:
     assert "draft.registry" in line and "Not a directory" in line
 
 
-def test_a_working_directory_that_was_removed_is_named(
+def test_serve_removed_working_directory_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
     config, gone = write_config(tmp_path), tmp_path / "gone"
@@ -255,9 +243,7 @@ def test_a_working_directory_that_was_removed_is_named(
     assert "working directory" in refused(capsys, "serve", "--check", "--config", str(config))
 
 
-def test_check_prints_the_whole_configuration_and_what_is_wrong(
-    tmp_path: Path, capsys: Capture
-) -> None:
+def test_serve_check_prints_config_and_problems(tmp_path: Path, capsys: Capture) -> None:
     given = ("serve", "--config", str(write_config(tmp_path)), "--check")
     code, out = run(capsys, *given, "--set", "training.seed=7", "--set", "gate.min_gain=0.5")
     assert code == 0 and "# nothing keeps drafts from the fleet" in out
@@ -281,24 +267,3 @@ def test_check_prints_the_whole_configuration_and_what_is_wrong(
     assert code == 0 and f"waiting  file:{listed} no address yet" in out
     line = refused(capsys, *given, "--set", "publish.rollout_servers=['http://h:1']")
     assert "begins with http://, which a gRPC address does not" in line
-
-
-def test_check_says_where_a_gpu_is_left_idle(
-    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
-    given = ("serve", "--config", str(write_config(tmp_path)), "--check")
-    idle = 'device   training.device = cpu, and torch sees 8 GPU(s): set "cuda" to train on one'
-    code, out = run(capsys, *given)
-    assert code == 0 and idle in out
-    code, out = run(capsys, *given, "--set", "training.device=cuda")
-    assert code == 0 and "device   training.device = cuda\n" in out
-
-
-def test_the_help_of_an_option_breaks_nowhere_but_at_the_terminal_s_edge() -> None:
-    """tyro keeps the line breaks of an option's docstring, and the terminal adds its own."""
-    commands = [get_args(command)[0] for command in get_args(_COMMANDS)]
-    assert len(commands) > 8
-    for command in commands:
-        for option in docstring_parser.parse_from_object(command).params:
-            assert "\n" not in (option.description or ""), f"{command.__name__} {option.arg_name}"

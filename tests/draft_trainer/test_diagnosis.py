@@ -55,7 +55,7 @@ def found(status: TrainerStatus) -> dict[str, Diagnosis]:
 
 
 @pytest.mark.parametrize("outcome", ["write_failed", "not_measured"])
-def test_a_verdict_that_training_would_have_to_replace_is_no_problem_while_it_is_paused(
+def test_failed_verdict_is_no_problem_while_training_is_paused(
     outcome: str,
 ) -> None:
     """Nor is one of another run, of which this one has not had any yet."""
@@ -70,7 +70,7 @@ def test_a_verdict_that_training_would_have_to_replace_is_no_problem_while_it_is
 
 
 @pytest.mark.parametrize("outcome", ["write_failed", "not_measured"])
-def test_what_the_process_before_left_is_no_problem_of_this_one(outcome: str) -> None:
+def test_verdict_from_before_restart_is_no_problem(outcome: str) -> None:
     verdict = Verdict(outcome=outcome, reason="it was not", judged_at=1.0)
     left = {"samples_accepted": 0, "train_steps": 0, "last_verdict": verdict}
     restarted = found(healthy(started_at=2.0, **left))
@@ -82,7 +82,7 @@ def test_what_the_process_before_left_is_no_problem_of_this_one(outcome: str) ->
     assert found(healthy(started_at=2.0, **left))["gate"].severity == OK
 
 
-def test_a_trainer_that_releases_has_nothing_to_say() -> None:
+def test_healthy_trainer_has_no_problem() -> None:
     diagnosis = diagnose(healthy(), CONFIG)
     assert {one.severity for one in diagnosis} == {OK}
     assert first_problem(diagnosis) is None
@@ -91,7 +91,7 @@ def test_a_trainer_that_releases_has_nothing_to_say() -> None:
     ]
 
 
-def test_while_training_is_paused_samples_may_grow_old() -> None:
+def test_stale_samples_during_a_pause_are_no_problem() -> None:
     """The pause may be over: counters are of the time since some snapshot."""
     for reason, severity in (("unneeded", OK), ("stale", PROBLEM)):
         for paused in (True, False):
@@ -99,7 +99,7 @@ def test_while_training_is_paused_samples_may_grow_old() -> None:
             assert found(status)["samples"].severity == severity
 
 
-def test_samples_that_a_start_found_and_dropped_are_not_of_those_it_accepted() -> None:
+def test_samples_dropped_at_start_are_not_accepted_ones() -> None:
     few = {"samples_accepted": 20, "samples_held_out": 80, "samples_pending": 20}
     samples = found(healthy(evicted_by_reason={"stale": 60}, **few))["samples"]
     assert samples.severity == PROBLEM and samples.found.startswith("60 of 160 samples")
@@ -115,7 +115,7 @@ def test_samples_that_a_start_found_and_dropped_are_not_of_those_it_accepted() -
         ("training", {"train_steps_skipped": 900}),
     ],
 )
-def test_shares_are_judged_by_what_came_lately(part: str, went_wrong: dict[str, Any]) -> None:
+def test_problem_shares_count_recent_samples_only(part: str, went_wrong: dict[str, Any]) -> None:
     weeks = {"samples_accepted": 2_000_000, "train_steps": 400_000}
     sound, wrong = healthy(**weeks), healthy(**weeks, **went_wrong)
     for before, now, severity in ((sound, wrong, PROBLEM), (wrong, wrong, OK), (None, wrong, OK)):
@@ -267,7 +267,7 @@ FEW = "124 held-out anchors in 3 prompts, 200 in 4 are needed"
         ),
     ],
 )
-def test_what_is_wrong_is_said_with_the_key_to_turn(
+def test_problem_names_the_config_key(
     changes: dict[str, Any], part: str, severity: int, text: str, key: str
 ) -> None:
     diagnosis = found(healthy(**changes))
@@ -277,7 +277,7 @@ def test_what_is_wrong_is_said_with_the_key_to_turn(
         assert first_problem([*diagnosis.values()]) == one
 
 
-def test_the_bound_on_held_out_tokens_is_named_only_where_it_may_be_the_cause() -> None:
+def test_gate_max_tokens_is_named_only_if_it_binds() -> None:
     for prompts, named in ((7, False), (8, True)):
         few = Verdict(
             outcome="not_measured", reason=FEW, held_out_anchors=50, held_out_prompts=prompts
@@ -286,7 +286,7 @@ def test_the_bound_on_held_out_tokens_is_named_only_where_it_may_be_the_cause() 
         assert ("or gate.max_tokens (16384)" in gate.next_step) == named
 
 
-def test_a_problem_is_logged_once_and_again_when_it_comes_back(
+def test_problem_is_logged_once_until_it_returns(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     log = ProblemLog()
@@ -299,7 +299,7 @@ def test_a_problem_is_logged_once_and_again_when_it_comes_back(
     assert "resolved" in lines[1] and lines[2] == lines[0]
 
 
-def test_a_problem_that_takes_anothers_place_is_logged_too(
+def test_problem_replaced_by_another_is_logged(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     log = ProblemLog()
@@ -316,7 +316,7 @@ def test_a_problem_that_takes_anothers_place_is_logged_too(
     assert "samples were refused" in told[0] and "samples were dropped" in told[2]
 
 
-def test_a_problem_that_turns_into_waiting_is_over(caplog: pytest.LogCaptureFixture) -> None:
+def test_problem_that_turns_into_waiting_is_resolved(caplog: pytest.LogCaptureFixture) -> None:
     log = ProblemLog()
     full = {"training_error": "training waits: full"}
     paused = {"training_paused": True, "training_decision": "saves 1 s, costs 9 s"}
@@ -353,7 +353,7 @@ def test_doctor_of_a_running_trainer(
     assert sum("servers: 127.0.0.1:9 does not answer" in m for m in caplog.messages) == 1
 
 
-def test_a_configuration_is_checked_before_the_trainer_is_started(
+def test_serve_check_finds_fleet_and_draft_problems(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], policy_dir: Path
 ) -> None:
     double = MemoryServer(draft_length=2, draft_sample_method="greedy")
@@ -373,9 +373,7 @@ def test_a_configuration_is_checked_before_the_trainer_is_started(
     assert main(["serve", "--check", "--config", str(tmp_path / "absent.toml")]) == 2
 
 
-def test_a_draft_is_released_with_nothing_in_the_toml_but_the_draft_and_the_servers(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_minimal_toml_releases_a_draft(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """24 prompts of 12 to 20 tokens a policy version: far below what the defaults once needed."""
     double = MemoryServer(write_draft(tmp_path / "draft"))
     file = tmp_path / "trainer.toml"

@@ -18,14 +18,12 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from draft_trainer.config import TrainingConfig
 from draft_trainer.drafters import DRAFTERS
 from draft_trainer.drafters.draft_model import DraftModel
 from draft_trainer.releases.registry import Registry
-from draft_trainer.training.learner import Learner
 from slipstream.errors import RefusedError
 from slipstream.v1 import release_pb2
-from tests.draft_trainer.synthetic import HIDDEN, VOCAB, Policy, collate, learned, logits_of
+from tests.draft_trainer.synthetic import HIDDEN, VOCAB, Policy, collate, logits_of
 
 STEPS, WIDTH = 3, 24
 SIZES = {
@@ -65,7 +63,7 @@ def policy_folder(folder: Path, **changes: object) -> Path:
 
 
 @pytest.mark.parametrize("name", ["qwen3", "llama", "qwen2"])
-def test_logits_are_transformers(name: str, tmp_path: Path) -> None:
+def test_draft_model_logits_match_transformers(name: str, tmp_path: Path) -> None:
     model = models()[name]
     model.save_pretrained(tmp_path / "lm")
     policy = policy_folder(tmp_path / "policy")
@@ -92,7 +90,7 @@ def parallel(folder: Path, token: object, **changes: object) -> Path:
 
 @pytest.mark.parametrize("name", ["qwen3", "llama", "qwen2"])
 @pytest.mark.parametrize("first_anchor", [0, 2])
-def test_parallel_places_are_a_pass_over_masks(
+def test_pard_logits_match_one_pass_over_masks(
     name: str, first_anchor: int, tmp_path: Path
 ) -> None:
     """As vLLM serves it: after x_0 .. x_{i+1}, K - 1 times the token, in one causal pass."""
@@ -125,7 +123,7 @@ def test_parallel_places_are_a_pass_over_masks(
 
 
 @pytest.mark.parametrize("name", ["qwen3", "llama"])
-def test_a_release_is_what_transformers_loads(name: str, tmp_path: Path) -> None:
+def test_draft_model_release_loads_in_transformers(name: str, tmp_path: Path) -> None:
     model = models()[name]
     model.save_pretrained(tmp_path / "lm")
     tensors = load_file(tmp_path / "lm" / "model.safetensors")
@@ -149,7 +147,7 @@ def test_a_release_is_what_transformers_loads(name: str, tmp_path: Path) -> None
         assert torch.equal(parameter, 1.5 * dict(model.named_parameters())[key])
 
 
-def test_an_lm_head_that_is_stored_is_trained_whatever_the_file_says(tmp_path: Path) -> None:
+def test_draft_model_stored_lm_head_overrides_tied_config(tmp_path: Path) -> None:
     """As vLLM serves it: ``ModelConfig.maybe_untie_word_embeddings``."""
     models()["llama"].save_pretrained(tmp_path / "lm")
     tensors = load_file(tmp_path / "lm" / "model.safetensors")
@@ -163,7 +161,7 @@ def test_an_lm_head_that_is_stored_is_trained_whatever_the_file_says(tmp_path: P
     assert json.loads((release / "config.json").read_text())["tie_word_embeddings"] is False
 
 
-def test_models_that_are_not_this_policys_or_not_represented(tmp_path: Path) -> None:
+def test_draft_model_unsupported_is_refused(tmp_path: Path) -> None:
     lm, drafter = tmp_path / "lm", DraftModel()
     models()["qwen3"].save_pretrained(lm)
     with pytest.raises(RefusedError, match=r"set draft\.policy"):
@@ -185,24 +183,3 @@ def test_models_that_are_not_this_policys_or_not_represented(tmp_path: Path) -> 
         (lm / "config.json").write_text(json.dumps(config | changes))
         with pytest.raises(RefusedError, match=field):
             drafter.read(lm, policy)
-
-
-@pytest.mark.parametrize("name", ["llama", "qwen3"])
-def test_a_step_in_bfloat16(name: str, tmp_path: Path) -> None:
-    """Its embeddings are looked up in the type that the step computes in."""
-    models()[name].save_pretrained(tmp_path / "lm")
-    draft = DraftModel().read(tmp_path / "lm", policy_folder(tmp_path / "policy")).draft()
-    policy = Policy()
-    learner = Learner(draft, TrainingConfig(ttt_steps=2, compute_dtype="bfloat16"))
-    metrics = learner.step(policy.samples(2), policy.heads(rows=torch.arange(VOCAB)))
-    assert not metrics.skipped and 0.0 < metrics.loss < 10.0
-
-
-def test_training_raises_acceptance(tmp_path: Path) -> None:
-    models()["llama"].save_pretrained(tmp_path / "lm")
-    draft = DraftModel().read(tmp_path / "lm", policy_folder(tmp_path / "policy")).draft()
-    policy = Policy()
-    heads, samples = policy.heads(rows=torch.arange(VOCAB)), policy.samples(24)
-    config = TrainingConfig(ttt_steps=STEPS, learning_rate=1e-2, warmup_steps=0)
-    learner = Learner(draft, config)
-    assert learned(learner, samples, heads, STEPS) > 0.5

@@ -73,7 +73,7 @@ class Loop:
         return self.economy.last
 
 
-def test_what_is_missing_is_looked_for_in_a_few_versions_then_trained_for() -> None:
+def test_unknown_acceptance_trains_after_look_versions() -> None:
     loop = Loop()
     assert not loop.last.train
     assert [loop.step(10.0) for _ in range(LOOK_VERSIONS)] == [False] * (LOOK_VERSIONS - 1) + [True]
@@ -85,7 +85,7 @@ def test_what_is_missing_is_looked_for_in_a_few_versions_then_trained_for() -> N
     assert loop.last.saving_seconds == 0.0
 
 
-def test_a_weak_draft_is_trained_for_a_version_then_by_what_that_brought() -> None:
+def test_weak_draft_trains_one_version_then_by_gain() -> None:
     for candidate, pays in ((2.4, True), (2.01, False)):
         loop = Loop()
         loop.economy.measured(2.0, proposed=3)
@@ -96,7 +96,7 @@ def test_a_weak_draft_is_trained_for_a_version_then_by_what_that_brought() -> No
         assert loop.step(10.0, training=4.0) is pays
 
 
-def test_a_weak_draft_is_tried_for_some_versions_and_on_while_it_gains() -> None:
+def test_weak_draft_trains_on_while_it_gains() -> None:
     """On servers on which no draft ran yet; they need no more than what has not paid."""
     loop = Loop()
     loop.economy.measured(1.2, proposed=3)
@@ -180,7 +180,7 @@ def test_where_the_share_is_not_given_cost_is_what_others_waited(
     assert loop.last.cost_seconds == pytest.approx(cost)
 
 
-def test_a_policy_that_hardly_moves_ends_training_and_drift_begins_it_again() -> None:
+def test_still_policy_stops_training_and_drift_starts_it() -> None:
     loop = Loop()
     loop.judge(3.0, 2.0, released=True)
     trains = [loop.step(10.0, training=20.0)]
@@ -201,7 +201,7 @@ def test_a_policy_that_hardly_moves_ends_training_and_drift_begins_it_again() ->
     assert HORIZON * 10.0 * lost / 3.0 > START * 20.0 >= HORIZON * 10.0 * (lost - 0.1) / 3.0
 
 
-def test_it_stops_later_than_it_starts() -> None:
+def test_training_stop_threshold_is_below_start() -> None:
     assert STOP < 1 < START
     loop = Loop()
     loop.economy.measured(2.0, proposed=3)
@@ -218,7 +218,7 @@ def test_it_stops_later_than_it_starts() -> None:
     assert idle.step(10.0)
 
 
-def test_a_gain_lasts_until_the_policy_has_taken_it() -> None:
+def test_gain_lasts_until_drift_has_taken_it() -> None:
     loop = Loop()
     loop.judge(4.0, 4.0, released=True)
     loop.step(10.0, training=1.0)
@@ -238,9 +238,7 @@ def test_a_gain_lasts_until_the_policy_has_taken_it() -> None:
         (1.0, 2.0, 0.5),
     ],
 )
-def test_the_saving_is_of_what_the_servers_really_run(
-    speed_up: float, length: float, saved: float
-) -> None:
+def test_saving_uses_the_servers_speed_up(speed_up: float, length: float, saved: float) -> None:
     loop = Loop()
     loop.judge(4.0, 4.0, released=True)
     for _ in range(20):
@@ -254,7 +252,7 @@ def test_the_saving_is_of_what_the_servers_really_run(
 
 
 @pytest.mark.parametrize("speed_ups", [(2.0, 1.0), (2.2, 1.8), (2.0, 0.8)])
-def test_without_a_gain_nothing_is_saved_whatever_the_servers_speed_does(
+def test_no_gain_saves_nothing_at_any_server_speed(
     speed_ups: tuple[float, float],
 ) -> None:
     """More load, noise, and servers that draft at a loss: no draft of the same length is faster."""
@@ -267,7 +265,7 @@ def test_without_a_gain_nothing_is_saved_whatever_the_servers_speed_does(
         assert loop.last.saving_seconds == 0.0
 
 
-def test_where_no_draft_runs_only_more_than_the_best_that_did_not_pay_is_saved() -> None:
+def test_saving_counts_beyond_best_length_that_did_not_pay() -> None:
     loop = Loop()
     loop.judge(4.0, 4.0, released=True)
     for length, speed_up in ((4.0, 2.0), (3.0, 1.0), (2.4, 1.0)):
@@ -278,7 +276,7 @@ def test_where_no_draft_runs_only_more_than_the_best_that_did_not_pay_is_saved()
     assert loop.last.saving_seconds == pytest.approx(3.0 / drift * 10.0 * (1 - 3.0 / 4.0))
 
 
-def test_a_load_under_which_no_draft_paid_does_not_count_after_it_fell() -> None:
+def test_past_load_does_not_count_after_acceptance_fell() -> None:
     loop = Loop()
     loop.judge(3.0, 3.0, released=True)
     loop.step(10.0, training=5.0, speed_up=1.5)
@@ -291,7 +289,7 @@ def test_a_load_under_which_no_draft_paid_does_not_count_after_it_fell() -> None
     assert not any(trains[:10]) and trains[-1]
 
 
-def test_gains_that_the_policy_takes_back_do_not_pay_where_drafts_stopped_to_pay() -> None:
+def test_gains_undone_by_drift_do_not_pay() -> None:
     loop = Loop()
     for version in range(45):
         # What training gains, each version takes; from the sixth on no draft runs at either length.
@@ -301,7 +299,7 @@ def test_gains_that_the_policy_takes_back_do_not_pay_where_drafts_stopped_to_pay
     assert not loop.last.train
 
 
-def test_a_server_that_is_switched_off_and_never_said_whether_drafts_pay_may_draft() -> None:
+def test_server_with_speculation_off_may_draft_again() -> None:
     """As `SetSpeculation` switches off a server with a fixed draft length."""
     loop = Loop()
     loop.judge(3.0, 2.5, released=True)
@@ -318,7 +316,7 @@ def test_a_server_that_is_switched_off_and_never_said_whether_drafts_pay_may_dra
     assert "1.000 of acceptance length 2.000" in loop.last.reason
 
 
-def test_a_loss_that_training_cannot_regain_ends_training_and_a_new_one_begins_it() -> None:
+def test_loss_without_regain_stops_training_until_next_loss() -> None:
     loop = Loop()
     loop.judge(3.0, 2.5, released=True)
     assert loop.step(10.0, training=5.0)
@@ -339,7 +337,7 @@ def test_a_loss_that_training_cannot_regain_ends_training_and_a_new_one_begins_i
 
 
 @pytest.mark.parametrize("pinned", [False, True])
-def test_a_candidate_that_passed_and_was_not_promoted_speaks_against_training_if_pinned(
+def test_passed_candidate_while_pinned_stops_training(
     pinned: bool,
 ) -> None:
     loop = Loop(share=0.2)
@@ -391,7 +389,7 @@ def test_what_an_untrained_draft_gained_by_itself_can_be_lost() -> None:
         loop.step(10.0)
 
 
-def test_samples_only_measure_until_training_pays_by_one_decision_a_version() -> None:
+def test_training_decision_is_made_once_a_version() -> None:
     loop = Loop()
     assert loop.economy.looks_only
     first = loop.last
@@ -431,7 +429,7 @@ def test_a_draft_that_holds_is_not_trained_and_measured_seldom(
     assert loop.economy.measures_next
 
 
-def test_a_measurement_that_fails_is_made_again_and_is_no_sign_that_the_draft_holds() -> None:
+def test_failed_measurement_is_repeated_next_version() -> None:
     loop = Loop()
     loop.economy.measured(3.0)
     loop.step(10.0)
@@ -477,7 +475,7 @@ def test_another_run_begins_paused_and_with_figures_of_its_own() -> None:
     assert "(assumed)" in loop.last.reason
 
 
-def test_a_gain_is_the_gates_difference_and_not_that_of_the_best_of_several() -> None:
+def test_gain_is_the_gates_difference() -> None:
     loop = Loop()
     figures = GateFigures(
         candidate_acceptance_length=3.5, incumbent_acceptance_length=3.0, difference=0.2

@@ -35,7 +35,7 @@ def drained(status: pb.TrainerStatus) -> bool:
     return status.idle and status.samples_pending == 0
 
 
-def test_killed_while_it_receives_and_trains(tmp_path: Path) -> None:
+def test_trainer_killed_while_receiving_and_training(tmp_path: Path) -> None:
     messages = rollouts(COUNT)
     undisturbed, killed = tmp_path / "undisturbed", tmp_path / "killed"
     for folder in (undisturbed, killed):

@@ -33,7 +33,7 @@ CONFIG: dict[str, Any] = {
         {"n_group": 1, "topk_group": 1, "num_experts_per_tok": 8},
     ],
 )
-def test_values_and_gradients_are_those_of_transformers(changes: dict[str, Any]) -> None:
+def test_experts_match_transformers(changes: dict[str, Any]) -> None:
     torch.manual_seed(0)
     config = CONFIG | changes
     theirs = Glm4MoeMoE(Glm4MoeConfig(hidden_size=HIDDEN, **config))
@@ -73,12 +73,12 @@ def test_values_and_gradients_are_those_of_transformers(changes: dict[str, Any])
     "changes",
     [{"n_group": 3}, {"n_group": 8}, {"topk_group": 5}, {"num_experts_per_tok": 5}],
 )
-def test_numbers_that_do_not_fit(changes: dict[str, Any]) -> None:
+def test_experts_inconsistent_config_is_refused(changes: dict[str, Any]) -> None:
     with pytest.raises(RefusedError, match=r"n_routed_experts, n_group.*groups of two or more"):
         ExpertsShape.of(CONFIG | changes)
 
 
 @pytest.mark.parametrize("name", ["n_group", "num_experts_per_tok", "moe_intermediate_size"])
-def test_a_missing_number(name: str) -> None:
+def test_experts_missing_config_field_is_refused(name: str) -> None:
     with pytest.raises(RefusedError, match=name):
         ExpertsShape.of(CONFIG | {name: None})

@@ -230,7 +230,7 @@ def test_an_ended_fit_resumes_to_the_same_bits(
     assert not (work.folder / out / "state").exists()
 
 
-def test_a_fit_that_is_killed_after_its_end_is_finished_by_the_next(
+def test_fit_killed_after_its_end_is_finished_by_resume(
     work: Work, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Its training states are removed one by one: none of them may be left."""
@@ -274,9 +274,7 @@ def test_two_ranks_fit_as_one(work: Work) -> None:
         assert ours[:3] == pytest.approx(alone[:3], rel=1e-5), kind
 
 
-def test_the_other_ranks_wait_for_an_evaluation_however_long_it_takes(
-    work: Work, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_fit_ranks_wait_for_a_slow_evaluation(work: Work, monkeypatch: pytest.MonkeyPatch) -> None:
     messages: list[bytes] = []
     told = threading.Semaphore(0)
 

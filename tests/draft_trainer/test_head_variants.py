@@ -91,7 +91,7 @@ _VARIANTS: dict[str, dict[str, Any]] = {
     # speculators trains with a window unless it is told not to.
     "sliding window": {"sliding_window": 5},
 }
-# The unroll refuses rows longer than the window: see test_a_window_is_not_trained_past.
+# The unroll refuses rows longer than the window: see test_sliding_window_is_not_trained_past.
 _UNROLLED = [name for name in _VARIANTS if name != "sliding window"]
 _IN_SPECULATORS_LAYOUT = {
     "reduced vocabulary",
@@ -178,7 +178,7 @@ def test_modules_equal_vllms(served: dict[str, dict[str, Tensor]], folder: Path,
 
 
 @pytest.mark.parametrize("name", _UNROLLED)
-def test_later_steps_equal_serving_one_chain(name: str) -> None:
+def test_unrolled_steps_equal_serving_one_chain(name: str) -> None:
     """Prefill up to an anchor, then the head's own states, one token at a time; and gradients."""
     head, inputs, anchor, steps = _head(name), _inputs(), 6, 4
     batch = _batch(head, inputs)
@@ -196,7 +196,7 @@ def test_later_steps_equal_serving_one_chain(name: str) -> None:
         assert parameter.grad is not None and parameter.grad.abs().max() > 0, parameter_name
 
 
-def test_a_window_is_not_trained_past() -> None:
+def test_sliding_window_is_not_trained_past() -> None:
     """A window over the whole row and its steps changes nothing; a shorter one is refused."""
     reach = TOKENS + 2
     plain = _head("full vocabulary")

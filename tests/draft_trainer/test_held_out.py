@@ -62,7 +62,7 @@ def stored(store: SampleStore, samples: list[Sample]) -> None:
         assert store.accept("run", [sealed(Sample(sample.header, block))]) == [True]
 
 
-def test_no_window_of_a_held_out_prompt_trains(
+def test_held_out_prompt_trains_no_window(
     tmp_path: Path, captured: tuple[list[Sample], list[list[int]]]
 ) -> None:
     samples, prompts = captured
@@ -99,7 +99,7 @@ def held_prompts(store: SampleStore, *versions: int) -> set[str]:
     return {s.group for s in store.held_out(store.run[0]) if s.policy_version in versions}
 
 
-def test_a_small_run_holds_out_a_quarter_and_a_large_one_a_tenth(tmp_path: Path) -> None:
+def test_held_out_share_shrinks_with_the_run(tmp_path: Path) -> None:
     small, large = (
         open_store(tmp_path / name, 1 << 23, held_out_fraction=None) for name in ("small", "large")
     )
@@ -132,7 +132,7 @@ def test_a_small_run_holds_out_a_quarter_and_a_large_one_a_tenth(tmp_path: Path)
     assert len(held_prompts(large, 1)) == len(before)
 
 
-def test_the_share_outlives_a_damaged_index(tmp_path: Path) -> None:
+def test_held_out_share_survives_damaged_index(tmp_path: Path) -> None:
     store = open_store(tmp_path, 1 << 23, held_out_fraction=None)
     store.begin("run", {})
     of_prompts(store, 1, range(400))
@@ -147,7 +147,7 @@ def test_the_share_outlives_a_damaged_index(tmp_path: Path) -> None:
     assert 20 <= len(held_prompts(store, 3)) <= 60, "else on prompts that were trained on"
 
 
-def test_what_the_toml_says_is_kept(tmp_path: Path) -> None:
+def test_held_out_fraction_of_the_toml_is_kept(tmp_path: Path) -> None:
     store = open_store(tmp_path, 1 << 22, held_out_fraction=0.5)
     store.begin("run", {})
     of_prompts(store, 1, range(400))
@@ -156,7 +156,7 @@ def test_what_the_toml_says_is_kept(tmp_path: Path) -> None:
     assert len(before) > 150 and held_prompts(store, 1) == held_prompts(store, 2) == before
 
 
-def test_tokens_of_a_version_are_of_the_newest_that_brought_most(tmp_path: Path) -> None:
+def test_tokens_of_a_version_is_the_newest_maximum(tmp_path: Path) -> None:
     store = open_store(tmp_path, 1 << 20)
     assert store.tokens_of_a_version() == 0
     store.begin("run", {})
@@ -171,7 +171,7 @@ def test_tokens_of_a_version_are_of_the_newest_that_brought_most(tmp_path: Path)
     assert store.tokens_of_a_version() == 3 * 16
 
 
-def test_who_sampled_a_window_travels_with_it(
+def test_rollout_version_travels_with_each_window(
     captured: tuple[list[Sample], list[list[int]]],
 ) -> None:
     samples, _ = captured
@@ -183,7 +183,7 @@ def test_who_sampled_a_window_travels_with_it(
     assert min(by_version.values()) > PROMPTS // 2
 
 
-def test_without_lengths_the_prompt_is_what_the_mask_leaves_out() -> None:
+def test_prompt_follows_from_loss_mask_without_lengths() -> None:
     windows = Windows(make_model())
     ids = torch.arange(40)[None].repeat(2, 1) % VOCAB
     ids[1, 30:] = 7
@@ -200,7 +200,7 @@ def test_without_lengths_the_prompt_is_what_the_mask_leaves_out() -> None:
     assert all(sample.on_policy for sample in windows.samples)
 
 
-def test_lengths_that_cannot_be_are_refused() -> None:
+def test_invalid_prompt_lengths_are_refused() -> None:
     windows = Windows(make_model())
     ids = torch.arange(20)[None]
     for lengths in ([21], [-1], [1, 1]):

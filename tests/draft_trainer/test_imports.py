@@ -57,7 +57,7 @@ def send(
     return client.stub.ImportRelease(requests(), timeout=timeout)
 
 
-def test_the_trainer_trusts_nothing_of_an_import(tmp_path: Path) -> None:
+def test_import_checks_everything(tmp_path: Path) -> None:
     config = make_config(tmp_path)
     source = write_draft(tmp_path / "other", 1)
     config_json = (source / "config.json").read_text()
@@ -111,7 +111,7 @@ def test_the_trainer_trusts_nothing_of_an_import(tmp_path: Path) -> None:
         assert (status.newest_release, status.promoted_release) == (0, 0)
 
 
-def test_one_import_at_a_time_also_where_a_client_left(
+def test_one_import_at_a_time_after_client_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The work goes on in its thread, and keeps its place."""
@@ -144,7 +144,7 @@ def test_one_import_at_a_time_also_where_a_client_left(
         until(taken)
 
 
-def test_the_gate_judges_an_import_when_asked(
+def test_import_is_gated_when_asked(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A trained draft, exported, is imported where nothing was trained: it passes, and moves on.

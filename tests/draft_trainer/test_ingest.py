@@ -140,7 +140,7 @@ BAD: list[tuple[str, Mutation, str, str]] = [
 
 
 @pytest.mark.parametrize(("field", "mutate", "found", "expected"), BAD)
-def test_bad_sample_is_refused_by_name_and_the_stream_goes_on(
+def test_bad_sample_is_refused_and_stream_goes_on(
     trainer: tuple[TrainerServer, Client],
     request: pytest.FixtureRequest,
     field: str,
@@ -167,7 +167,7 @@ def test_bad_sample_is_refused_by_name_and_the_stream_goes_on(
     assert after.samples_accepted == before.samples_accepted + 1
 
 
-def test_refused_id_may_be_sent_again_once_it_is_right(
+def test_refused_sample_id_may_be_sent_again(
     trainer: tuple[TrainerServer, Client],
 ) -> None:
     _, client = trainer
@@ -180,7 +180,7 @@ def test_refused_id_may_be_sent_again_once_it_is_right(
     ]
 
 
-def test_an_unexpected_error_gives_the_space_back(
+def test_ingest_error_frees_the_reserved_space(
     trainer: tuple[TrainerServer, Client], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also while something keeps the error, as a future does that is part of a cycle."""
@@ -204,7 +204,7 @@ def test_an_unexpected_error_gives_the_space_back(
     assert client.send(sample)[0].status == pb.ACK_STATUS_ACCEPTED
 
 
-def test_every_state_dtype_is_taken(trainer: tuple[TrainerServer, Client]) -> None:
+def test_every_states_dtype_is_accepted(trainer: tuple[TrainerServer, Client]) -> None:
     _, client = trainer
     for number, dtype in enumerate((torch.bfloat16, torch.float16, torch.float32)):
         (sample,) = rollouts(1, seed=40 + number)

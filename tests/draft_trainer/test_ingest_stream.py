@@ -21,7 +21,7 @@ from tests.draft_trainer.rig import (
 )
 
 
-def test_overrunning_the_credit_ends_the_stream(trainer: tuple[TrainerServer, Client]) -> None:
+def test_stream_over_its_credit_is_ended(trainer: tuple[TrainerServer, Client]) -> None:
     _, client = trainer
     (message,) = rollouts(1, seed=50)
     with Stream(client) as stream:
@@ -33,7 +33,7 @@ def test_overrunning_the_credit_ends_the_stream(trainer: tuple[TrainerServer, Cl
     assert f"{1 << 17} bytes of credit left" in error.found
 
 
-def test_credit_comes_back_with_every_answer(trainer: tuple[TrainerServer, Client]) -> None:
+def test_stream_credit_returns_with_every_ack(trainer: tuple[TrainerServer, Client]) -> None:
     _, client = trainer
     with Stream(client) as stream:
         for message in rollouts(100, seed=51):
@@ -41,7 +41,7 @@ def test_credit_comes_back_with_every_answer(trainer: tuple[TrainerServer, Clien
         assert stream.credit == 1 << 17
 
 
-def test_stream_must_begin_with_the_header_of_an_open_session(
+def test_stream_without_open_session_is_refused(
     trainer: tuple[TrainerServer, Client],
 ) -> None:
     _, client = trainer
@@ -56,7 +56,7 @@ def test_stream_must_begin_with_the_header_of_an_open_session(
     assert (error.field, error.found, error.expected) == ("kind", "batch", "header")
 
 
-def test_stream_cut_in_the_middle_and_opened_again(
+def test_stream_reopened_after_cut_acks_duplicates(
     trainer: tuple[TrainerServer, Client],
 ) -> None:
     server, client = trainer
@@ -74,7 +74,7 @@ def test_stream_cut_in_the_middle_and_opened_again(
     assert duplicates - counted.get("duplicate", 0) == 7
 
 
-def test_one_sample_larger_than_the_replay_is_refused_and_not_remembered(tmp_path: Path) -> None:
+def test_sample_larger_than_replay_is_refused(tmp_path: Path) -> None:
     with feeding(make_config(tmp_path, replay={"capacity_bytes": 64}), train=False) as (_, client):
         (message,) = rollouts(1)
         for ack in client.send(message, message):
@@ -83,7 +83,7 @@ def test_one_sample_larger_than_the_replay_is_refused_and_not_remembered(tmp_pat
             assert "at most 64 bytes" in ack.refusal.expected
 
 
-def test_a_rollout_may_be_of_any_older_version_as_long_as_its_teacher_is_new(
+def test_old_rollout_with_new_teacher_is_accepted(
     tmp_path: Path,
 ) -> None:
     with running(make_config(tmp_path), train=False) as (_, client):

@@ -54,7 +54,7 @@ def _scored(
 @compiled
 @pytest.mark.parametrize("target", ["kl", "tv", "lk"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_scores_and_gradients(target: Target, dtype: torch.dtype) -> None:
+def test_kernel_scores_and_gradients_match_torch(target: Target, dtype: torch.dtype) -> None:
     scores, after = _scored("on", dtype, target, learns=True)
     reference, gradient = _scored("off", dtype, target, learns=True)
     torch.testing.assert_close(scores, reference, rtol=1e-5, atol=LOSS_ROUNDING)
@@ -66,7 +66,7 @@ def test_scores_and_gradients(target: Target, dtype: torch.dtype) -> None:
 
 
 @compiled
-def test_without_learning_the_logits_stay() -> None:
+def test_kernel_scores_without_gradient_keep_logits() -> None:
     scores, after = _scored("on", torch.float32, "kl", learns=False)
     reference, before = _scored("off", torch.float32, "kl", learns=False)
     assert torch.equal(after, before)
@@ -75,7 +75,7 @@ def test_without_learning_the_logits_stay() -> None:
 
 @compiled
 @pytest.mark.parametrize("target", ["kl", "tv", "lk"])
-def test_a_nan_comes_out_as_one(target: Target) -> None:
+def test_kernel_passes_nan_through(target: Target) -> None:
     """That is how a step that must be skipped is found."""
     scores, _ = _scored("on", torch.float32, target, learns=True, broken=True)
     assert scores[..., 0].isnan().nonzero().tolist() == [[1, 4]]
@@ -104,7 +104,7 @@ def _attended(
 @compiled
 @pytest.mark.parametrize(("size", "anchors"), [(32, 83), (24, 50), (64, 1), (128, 20)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_attention(dtype: torch.dtype, size: int, anchors: int) -> None:
+def test_kernel_attention_matches_torch(dtype: torch.dtype, size: int, anchors: int) -> None:
     out, grads = _attended("on", dtype, size, anchors)
     reference, expected = _attended("off", dtype, size, anchors)
     bound = 1e-6 if dtype == torch.float32 else 2**-7
@@ -114,7 +114,7 @@ def test_attention(dtype: torch.dtype, size: int, anchors: int) -> None:
 
 
 @compiled
-def test_bits_do_not_depend_on_the_threads() -> None:
+def test_kernel_bits_do_not_depend_on_threads() -> None:
     before = torch.get_num_threads()
     results = []
     try:
@@ -130,7 +130,7 @@ def test_bits_do_not_depend_on_the_threads() -> None:
 
 @compiled
 @pytest.mark.parametrize("refuses", [False, True])
-def test_they_compile_at_a_path_with_a_space(
+def test_kernels_compile_at_path_with_space(
     refuses: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Sources and cache; wide vectors where the processor and the compiler have them."""
@@ -150,7 +150,7 @@ def test_they_compile_at_a_path_with_a_space(
 
 
 @compiled
-def test_what_is_compiled_is_this_users_alone_under_any_umask(
+def test_compiled_kernels_are_private_under_any_umask(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -163,7 +163,7 @@ def test_what_is_compiled_is_this_users_alone_under_any_umask(
 
 
 @compiled
-def test_without_a_home_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_without_home_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     """As of a container's user that only has a number."""
     for name in ("HOME", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
@@ -172,7 +172,7 @@ def test_without_a_home_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     assert built.functions is None and "home directory" in built.said
 
 
-def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_without_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(library, "_built", lambda: library._Built(None, "there is no cc"))
     with using_kernels("auto"):
         assert not runs_on(torch.zeros(1))
@@ -182,7 +182,7 @@ def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @compiled
-def test_float64_and_off_are_plain_torch() -> None:
+def test_kernels_skip_float64_and_off() -> None:
     with using_kernels("on"):
         assert runs_on(torch.zeros(1))
         assert not runs_on(torch.zeros(1, dtype=torch.float64))
@@ -193,7 +193,7 @@ def test_float64_and_off_are_plain_torch() -> None:
 @compiled
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("operation", ["swiglu", "rms_norm"])
-def test_rows(operation: str, dtype: torch.dtype) -> None:
+def test_kernel_row_operations_match_float64(operation: str, dtype: torch.dtype) -> None:
     """150 rows: more than two blocks of a weight's gradient; against exact float64."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(2, 75, 100, generator=generator).to(dtype)
@@ -219,7 +219,7 @@ def test_rows(operation: str, dtype: torch.dtype) -> None:
 @compiled
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("mode", ["on", "off"])
-def test_a_weight_that_is_centred_on_0_is_added_to_1_in_float32(
+def test_zero_centred_norm_weight_is_added_in_float32(
     mode: library.Mode, dtype: torch.dtype
 ) -> None:
     """Against exact float64; in bfloat16 1 + 0.003 is 1."""
@@ -250,7 +250,7 @@ def test_a_weight_that_is_centred_on_0_is_added_to_1_in_float32(
 @compiled
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("rotated", [24, 16])
-def test_rotary(rotated: int, dtype: torch.dtype) -> None:
+def test_kernel_rotary_matches_float64(rotated: int, dtype: torch.dtype) -> None:
     """Two of three heads, all of their elements and two thirds of them; against exact float64."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(2, 7, 3, 24, generator=generator).to(dtype)

@@ -14,7 +14,8 @@ from draft_trainer.drafters.eagle3.head import Eagle3Head
 from draft_trainer.drafters.policy import PolicyHeads
 from draft_trainer.training.learner import Learner
 from slipstream.errors import RefusedError
-from tests.draft_trainer.synthetic import Policy, head
+from tests.draft_trainer.synthetic import Policy, head, learned
+from tests.draft_trainer.training_process import HEADS
 
 CONFIG = TrainingConfig(learning_rate=3e-3, warmup_steps=5, weight_averaging=0.0, ttt_steps=3)
 
@@ -41,6 +42,22 @@ def test_learner_recovers_acceptance_after_the_policy_moved() -> None:
     assert adapted.acceptance_length - stale.acceptance_length > 0.3
 
 
+@pytest.mark.parametrize("kind", HEADS)
+def test_training_raises_acceptance(kind: str) -> None:
+    draft, policy = HEADS[kind](0), Policy(sharpness=4.0)
+    samples, heads = policy.samples(24), policy.heads(rows=draft.target_ids())
+    learner = Learner(draft, TrainingConfig(ttt_steps=3, learning_rate=5e-3, warmup_steps=0))
+    assert learned(learner, samples, heads, 3) > 0.5
+
+
+@pytest.mark.parametrize("kind", HEADS)
+def test_step_in_bfloat16(kind: str) -> None:
+    draft, policy = HEADS[kind](0), Policy()
+    learner = Learner(draft, TrainingConfig(ttt_steps=2, compute_dtype="bfloat16"))
+    metrics = learner.step(policy.samples(2), policy.heads(rows=draft.target_ids()))
+    assert not metrics.skipped and 0.0 < metrics.loss < 10.0
+
+
 def test_loss_falls_and_metrics_are_counted() -> None:
     policy = Policy(0, 4.0)
     learner, samples = Learner(head(0), CONFIG), policy.samples(40)
@@ -54,7 +71,7 @@ def test_loss_falls_and_metrics_are_counted() -> None:
     assert 0 < metrics[0].outside_mass < 1
 
 
-def test_accumulation_over_batches_equals_one_batch() -> None:
+def test_gradient_accumulation_equals_one_batch() -> None:
     policy = Policy()
     samples = policy.samples(12)
     heads = [head(3), head(3)]
@@ -66,7 +83,7 @@ def test_accumulation_over_batches_equals_one_batch() -> None:
         assert (a - b).abs().max() < 1e-4
 
 
-def test_a_refused_batch_goes_with_the_refusal() -> None:
+def test_refused_batch_is_freed_at_once() -> None:
     """Not with the next run of the cyclic collector."""
     policy = Policy()
     learner, batch = Learner(head(0), CONFIG), policy.samples(2)
@@ -81,7 +98,7 @@ def test_a_refused_batch_goes_with_the_refusal() -> None:
         gc.enable()
 
 
-def test_a_non_finite_step_changes_nothing_and_is_counted() -> None:
+def test_non_finite_step_is_skipped_and_counted() -> None:
     policy = Policy()
     learner, samples = Learner(head(0), CONFIG), policy.samples(6)
     learner.step(samples, policy.heads())
@@ -127,7 +144,7 @@ def test_released_weights_are_the_exponential_average() -> None:
     assert not torch.equal(expected["fc.weight"], learner.head.state_dict()["fc.weight"])
 
 
-def test_the_best_share_decides_where_and_how_fast_training_goes_on() -> None:
+def test_settle_moves_weights_and_halves_the_rate() -> None:
     """Below 1 the weights, and their average, are put there, and the rate is halved."""
     policy, served = Policy(0, 4.0), head(0)
     config = CONFIG.model_copy(update={"weight_averaging": 0.9, "warmup_steps": 0})

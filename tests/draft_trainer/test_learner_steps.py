@@ -18,7 +18,7 @@ from tests.draft_trainer.synthetic import Policy, head
 CONFIG = TrainingConfig(learning_rate=3e-3, warmup_steps=2, weight_averaging=0.0, ttt_steps=3)
 
 
-def test_schedule_warms_up_stays_and_falls_to_its_floor() -> None:
+def test_schedule_warm_up_constant_decay() -> None:
     constant = Schedule(2e-3, warmup_steps=3)
     assert [constant.rate(i, i) for i in (0, 1, 2, 3, 1000)] == pytest.approx(
         [5e-4, 1e-3, 1.5e-3, 2e-3, 2e-3]
@@ -34,7 +34,7 @@ def test_schedule_warms_up_stays_and_falls_to_its_floor() -> None:
         Schedule(1.0, warmup_steps=5, decay_steps=5)
 
 
-def test_every_sample_is_drawn_once_per_epoch_in_an_order_that_stays() -> None:
+def test_fit_order_draws_each_sample_once_per_epoch() -> None:
     lengths = [5, 9, 3, 30, 7, 2, 8, 4]
     steps = list(steps_of(lengths, 12, seed=7, epochs=3))
     drawn = [[i for at, chosen in steps if at == epoch for i in chosen] for epoch in range(3)]
@@ -44,7 +44,7 @@ def test_every_sample_is_drawn_once_per_epoch_in_an_order_that_stays() -> None:
     assert all(sum(lengths[i] for i in chosen) <= 12 or chosen == [3] for _, chosen in steps)
 
 
-def test_gradients_are_clipped_to_the_bound_and_only_above_it() -> None:
+def test_gradient_clipping_only_above_the_bound() -> None:
     policy = Policy()
     samples = policy.samples(6)
     norms = {}
@@ -60,7 +60,7 @@ def test_gradients_are_clipped_to_the_bound_and_only_above_it() -> None:
     assert norms[1e3] == pytest.approx(metrics.grad_norm, rel=1e-4)
 
 
-def test_targets_are_minimised_under_their_names() -> None:
+def test_tv_and_lk_targets_are_minimised() -> None:
     policy = Policy(0, 4.0)
     samples = policy.samples(20)
     weights = step_weights(3, CONFIG.step_weight_decay)
@@ -78,7 +78,7 @@ def test_targets_are_minimised_under_their_names() -> None:
         assert metrics[-1].step_acceptance[0] > first.step_acceptance[0] + 0.05
 
 
-def test_another_policy_gets_fresh_moments_and_a_warm_up() -> None:
+def test_restart_optimizer_resets_moments_and_warm_up() -> None:
     policy = Policy()
     samples = policy.samples(6)
     learner = Learner(head(0), CONFIG.model_copy(update={"weight_averaging": 0.5}))
@@ -97,7 +97,7 @@ def test_another_policy_gets_fresh_moments_and_a_warm_up() -> None:
     assert learner.step(samples, policy.heads()).learning_rate == pytest.approx(0.5e-3)
 
 
-def test_a_step_without_a_valid_anchor_changes_nothing() -> None:
+def test_step_without_valid_anchor_changes_nothing() -> None:
     policy = Policy()
     learner = Learner(head(0), CONFIG)
     sample = policy.samples(1)[0]
@@ -109,7 +109,7 @@ def test_a_step_without_a_valid_anchor_changes_nothing() -> None:
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
-def test_samples_past_the_sliding_window_are_left_out(caplog: pytest.LogCaptureFixture) -> None:
+def test_step_leaves_out_samples_past_sliding_window(caplog: pytest.LogCaptureFixture) -> None:
     """As those of a store, stored before ``ttt_steps`` was raised."""
     policy = Policy()
     samples, heads = policy.samples(9), policy.heads()
@@ -124,7 +124,7 @@ def test_samples_past_the_sliding_window_are_left_out(caplog: pytest.LogCaptureF
     assert metrics.skipped and metrics.anchors == 0 and learner.steps == 1
 
 
-def test_state_of_another_shape_is_refused_and_nothing_changes() -> None:
+def test_load_state_of_another_shape_is_refused() -> None:
     learner, other = Learner(head(0), CONFIG), Learner(head(0, intermediate_size=64), CONFIG)
     before = learner.state_dict()
     with pytest.raises(RefusedError, match=r"head\.midlayer\.mlp\.down_proj\.weight"):
@@ -136,7 +136,7 @@ def test_state_of_another_shape_is_refused_and_nothing_changes() -> None:
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
-def test_average_may_be_switched_on_and_off_between_runs() -> None:
+def test_weight_averaging_may_change_between_runs() -> None:
     policy = Policy()
     plain, averaging = (
         Learner(head(seed), CONFIG.model_copy(update={"weight_averaging": decay}))

@@ -67,7 +67,7 @@ def feed(bridge: PolicyBridge, model: PreTrainedModel) -> None:
     assert bridge.flush(30.0)
 
 
-def test_it_trains_on_what_the_bridge_captures_and_leaves_nothing(
+def test_local_trainer_trains_on_bridge_and_leaves_nothing(
     model: PreTrainedModel, draft_dir: Path, state: Path
 ) -> None:
     before = threads()
@@ -91,7 +91,7 @@ def test_it_trains_on_what_the_bridge_captures_and_leaves_nothing(
     trainer.close()
 
 
-def test_a_default_type_of_torch_does_not_matter(
+def test_local_trainer_under_bfloat16_default_dtype(
     model: PreTrainedModel, draft_dir: Path, state: Path
 ) -> None:
     """A loop may set one, and transformers does while it makes a model."""
@@ -107,25 +107,20 @@ def test_a_default_type_of_torch_does_not_matter(
         torch.set_default_dtype(torch.float32)
 
 
-def test_it_listens_on_a_port_that_is_named(draft_dir: Path, state: Path) -> None:
-    with (
-        LocalTrainer(draft_dir, {"server": {"port": 0}}) as trainer,
-        grpc.insecure_channel(trainer.address) as channel,
-    ):
-        assert serving(channel)
-    assert trainer.address.startswith("127.0.0.1:")
-
-
-def test_releases_stay_in_a_folder_that_is_named(
+def test_local_trainer_with_named_port_and_registry(
     draft_dir: Path, state: Path, tmp_path: Path
 ) -> None:
-    named = {"draft": {"registry": str(tmp_path / "releases")}}
+    named = {"draft": {"registry": str(tmp_path / "releases")}, "server": {"port": 0}}
     with LocalTrainer(draft_dir, named) as trainer:
         assert trainer.releases == tmp_path / "releases"
+        # A port that is named is listened on, instead of a socket in a temporary folder.
+        assert trainer.address.startswith("127.0.0.1:")
+        with grpc.insecure_channel(trainer.address) as channel:
+            assert serving(channel)
     assert list(trainer.releases.glob("*/model.safetensors")) and not list(state.iterdir())
 
 
-def test_a_stop_that_is_interrupted_frees_the_registry(
+def test_local_trainer_interrupted_stop_frees_registry(
     draft_dir: Path, state: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In a notebook the process goes on, and only its end would free what it holds."""
@@ -163,7 +158,7 @@ with open_channel(trainer.address) as channel:
 """
 
 
-def test_a_trainer_that_is_open_when_the_interpreter_ends_saves_its_training(
+def test_local_trainer_saves_state_at_interpreter_exit(
     policy_dir: Path, draft_dir: Path, tmp_path: Path
 ) -> None:
     """A thread that is inside torch then would abort the process."""
@@ -173,9 +168,7 @@ def test_a_trainer_that_is_open_when_the_interpreter_ends_saves_its_training(
     assert list((tmp_path / "r").rglob("state-*.safetensors"))
 
 
-def test_a_draft_of_another_policy_is_refused_to_its_bridge_and_nothing_is_left(
-    model: PreTrainedModel, state: Path
-) -> None:
+def test_local_trainer_refuses_draft_of_another_policy(model: PreTrainedModel, state: Path) -> None:
     before = threads()
     with (
         LocalTrainer(ROOT / "examples" / "sorting_grpo" / "draft") as trainer,
@@ -188,9 +181,7 @@ def test_a_draft_of_another_policy_is_refused_to_its_bridge_and_nothing_is_left(
     assert_ended(threads() - before)
 
 
-def test_threads_that_begin_later_compute_with_what_the_process_chose(
-    draft_dir: Path, state: Path
-) -> None:
+def test_local_trainer_keeps_torch_threads_of_process(draft_dir: Path, state: Path) -> None:
     def of_a_new_thread() -> int:
         found: list[int] = []
         one = threading.Thread(target=lambda: found.append(torch.get_num_threads()))
@@ -209,20 +200,22 @@ def test_threads_that_begin_later_compute_with_what_the_process_chose(
         torch.set_num_threads(before)
 
 
-def test_one_of_several_ranks_is_refused(draft_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_local_trainer_among_several_ranks_is_refused(
+    draft_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(RefusedError, match=r"WORLD_SIZE: found 2.*draft-trainer serve"):
         LocalTrainer(draft_dir)
 
 
-def test_a_bound_on_the_policys_own_process_is_refused(draft_dir: Path, state: Path) -> None:
+def test_local_trainer_gpu_memory_fraction_is_refused(draft_dir: Path, state: Path) -> None:
     bounded = {"training": {"gpu_memory_fraction": 0.5}}
     with pytest.raises(RefusedError, match=r"gpu_memory_fraction: found 0\.5.*draft-trainer serve"):
         LocalTrainer(draft_dir, bounded)
     assert list(state.iterdir()) == []
 
 
-def test_the_notebook_runs_and_its_newest_release_follows(
+def test_local_trainer_notebook_raises_acceptance(
     state: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(ROOT)

@@ -32,7 +32,7 @@ class Trainer:
         return scrape(self._registry)
 
 
-def test_a_trainer_that_has_seen_nothing_measures_nothing() -> None:
+def test_metrics_of_idle_trainer_have_no_values() -> None:
     samples = Trainer().scrape()
     for absent in (
         *("loss", "expected_acceptance", "policy_version", "policy_timestamp_seconds"),
@@ -50,7 +50,7 @@ def test_a_trainer_that_has_seen_nothing_measures_nothing() -> None:
     assert value(samples, T + "acknowledgement_seconds_count") == 0
 
 
-def test_what_is_counted_is_exposed() -> None:
+def test_metrics_expose_the_counters() -> None:
     trainer = Trainer()
     counters = trainer.counters
     counters.samples.labels("accepted").inc(9)
@@ -90,7 +90,7 @@ def test_what_is_counted_is_exposed() -> None:
     assert value(samples, T + "stage_seconds_sum") == pytest.approx(0.2)
 
 
-def test_everything_has_a_series_once_it_is_known() -> None:
+def test_metrics_every_fact_has_a_series() -> None:
     trainer = Trainer()
     trainer.counters.refused("temperature")
     trainer.refused.note("/slipstream.v1.DraftTrainer/OpenRun", StatusCode.UNKNOWN, "x")
@@ -137,7 +137,7 @@ def test_everything_has_a_series_once_it_is_known() -> None:
     assert value(samples, T + "replay_directory", directory="/samples") == 1
 
 
-def test_ten_thousand_releases_leave_a_bounded_number_of_series() -> None:
+def test_metrics_series_are_bounded_over_releases() -> None:
     trainer = Trainer()
     before = None
     for version in range(1, 10_001):
@@ -157,7 +157,7 @@ def test_ten_thousand_releases_leave_a_bounded_number_of_series() -> None:
     assert value(samples, T + "draft_version", which="served") == 10_000
 
 
-def test_a_fleet_that_is_published_to_and_healed(rig: Rig) -> None:
+def test_metrics_of_publish_and_heal(rig: Rig) -> None:
     assert rig.promotions.now.live_at is None
     rig.publisher.promote(2, pin=False)
     rig.heal()
@@ -173,7 +173,7 @@ def test_a_fleet_that_is_published_to_and_healed(rig: Rig) -> None:
     assert (rig.counters.servers["known"], rig.counters.servers["reachable"]) == (3, 2)
 
 
-def test_a_running_trainer_serves_both_formats(tmp_path: Path) -> None:
+def test_metrics_endpoint_of_running_trainer(tmp_path: Path) -> None:
     config = make_config(tmp_path, server={"shared_memory": ""})
     with running(config, train=False) as (server, client):
         client.open()

@@ -116,7 +116,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Tens
 
 @pytest.mark.parametrize("first_anchor", [0, 1])
 @pytest.mark.parametrize("name", _DOCUMENTS)
-def test_steps_equal_vllms(
+def test_mtp_steps_equal_vllms(
     served: dict[str, dict[str, Tensor]], name: str, first_anchor: int
 ) -> None:
     """What the next step is given, and the logits, of every anchor and step."""

@@ -37,7 +37,7 @@ def test_valid_targets_start_at_the_last_prompt_position() -> None:
     ]
 
 
-def test_a_tool_answer_between_completions_is_no_target() -> None:
+def test_tool_answer_between_completions_is_no_target() -> None:
     policy = Policy()
     sample = policy.sample(policy.rolls(torch.Generator().manual_seed(0), 1, 12)[0])
     sample.loss_mask[6:9] = False
@@ -106,7 +106,7 @@ def test_gradient_equals_finite_differences(kind: str) -> None:
         assert (values[0] - values[1]) / 2e-5 == pytest.approx(slope, rel=1e-5, abs=1e-8), name
 
 
-def test_rows_of_another_type_of_states_are_another_batch() -> None:
+def test_batches_keep_states_dtypes_apart() -> None:
     """Float16 has no room for what bfloat16 holds, and bfloat16 none for float32's digits."""
     policy = Policy()
     short, *others = policy.samples(3)
@@ -119,7 +119,7 @@ def test_rows_of_another_type_of_states_are_another_batch() -> None:
     ]
 
 
-def test_windows_add_up_to_the_whole_sequence() -> None:
+def test_gradients_of_windows_add_up_to_whole_sequence() -> None:
     """Anchors, metrics and gradients of windows of 4 anchors equal those of the whole rows."""
     policy, steps = Policy(), 3
     samples, heads = policy.samples(3), policy.heads()

@@ -30,7 +30,7 @@ ARRIVES = 8192
 NONE_SET = TrainingConfig()
 
 
-def test_what_was_measured_says_how_training_goes_on() -> None:
+def test_pace_follows_measured_acceptance() -> None:
     pace = Pace()
     pace.restart()
     assert (pace.halvings, pace.rate, pace.shares) == (1, 0.5, (1.0, 0.5, 0.25))
@@ -57,7 +57,7 @@ def test_what_was_measured_says_how_training_goes_on() -> None:
         assert pace.measured and pace.halvings == 1
 
 
-def test_near_the_best_only_what_is_no_chance_changes_the_rate() -> None:
+def test_pace_changes_only_by_significant_gains() -> None:
     pace = Pace(halvings=2)
     for gain in (0.04, -0.04, 0.05, -0.05):
         pace.settle(1.0, gain, half_width=0.05)
@@ -70,14 +70,14 @@ def test_near_the_best_only_what_is_no_chance_changes_the_rate() -> None:
     assert pace.halvings == SLOWEST
 
 
-def test_completions_shorter_than_the_unroll_hide_no_random_draft() -> None:
+def test_pace_finds_random_draft_in_short_completions() -> None:
     pace = Pace()
     pace.restart()
     pace.begin((0.1, math.nan, math.nan))
     assert pace.halvings == FAR
 
 
-def test_the_first_step_of_a_run_measures_and_a_state_keeps_it() -> None:
+def test_pace_is_measured_at_first_step_and_saved() -> None:
     policy = Policy(0, 4.0)
     config = TrainingConfig(ttt_steps=2, learning_rate=3e-3)
     learner = Learner(head(0), config)
@@ -105,7 +105,7 @@ def samples(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Sample], Pol
     return [recording[i] for i in range(len(recording))], recording.policy_heads(draft.target_ids())
 
 
-def test_a_random_draft_learns_more_from_as_many_tokens(
+def test_pace_of_random_draft_learns_faster(
     samples: tuple[list[Sample], PolicyHeads], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Than one that is treated as a good one is."""

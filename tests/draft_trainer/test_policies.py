@@ -14,7 +14,7 @@ from slipstream.errors import RefusedError, StatusCode
 from slipstream.tensors import digest
 
 
-def test_matrices_are_files_by_their_content(tmp_path: Path) -> None:
+def test_policy_matrices_are_files_by_sha256(tmp_path: Path) -> None:
     folder = tmp_path / "policies"
     files = MatrixFiles(folder)
     matrix = torch.randn(6, 4)
@@ -40,14 +40,14 @@ def test_matrices_are_files_by_their_content(tmp_path: Path) -> None:
         files.read(name.hex())
 
 
-def test_a_link_in_place_of_the_folder_is_refused(tmp_path: Path) -> None:
+def test_policy_folder_symlink_is_refused(tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "policies").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(RefusedError, match="symbolic link"):
         MatrixFiles(tmp_path / "policies")
 
 
-def test_policy_heads_share_equal_matrices_and_stay_bounded() -> None:
+def test_policy_heads_share_matrices_and_are_bounded() -> None:
     store = PolicyHeads(keep=2)
     embed, rows = torch.randn(24, 16), torch.randn(16, 16)
     store.add(PolicyHead(1, rows, embed))
@@ -64,7 +64,7 @@ def test_policy_heads_share_equal_matrices_and_stay_bounded() -> None:
         store.add(PolicyHead(4, rows, embed))
 
 
-def test_rows_of_other_versions_make_room_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_policy_heads_make_room_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Four of a kibibyte are kept there; a device with room for two gets the third all the same."""
     store, device, embed = PolicyHeads(keep=4), torch.device("meta"), torch.randn(24, 16)
     room, made = 2048, policy._Copies.made

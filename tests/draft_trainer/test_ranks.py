@@ -85,7 +85,7 @@ def _assert_close(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor
         assert difference <= _ROUNDING * tensor.double().norm(), name
 
 
-def test_two_ranks_under_torchrun_have_the_losses_and_weights_of_one(tmp_path: Path) -> None:
+def test_two_ranks_under_torchrun_train_as_one(tmp_path: Path) -> None:
     one, two = tmp_path / "one", tmp_path / "two"
     one.mkdir()
     two.mkdir()
@@ -225,7 +225,7 @@ def test_memory_that_another_rank_lacks_is_waited_for(monkeypatch: pytest.Monkey
     assert told.value.field == DEVICE_MEMORY and "another rank's" in told.value.found
 
 
-def test_a_policy_that_is_forgotten_before_a_second_try_keeps_no_rank_waiting(
+def test_rank_does_not_wait_for_forgotten_policy(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     policy, told = Policy(), list[float]()
@@ -291,7 +291,7 @@ def test_a_follower_keeps_the_policies_of_the_step_before(monkeypatch: pytest.Mo
     assert [each.versions for each in given] == [(1,), (1,), (2,), (1,)]
 
 
-def test_the_last_state_is_written_while_the_others_are_kept_waiting() -> None:
+def test_ranks_are_kept_alive_while_last_state_is_written() -> None:
     wire = _Wire()
     wire.timeout_s = 0.03
     told = threading.Semaphore(0)
@@ -320,7 +320,7 @@ def test_the_last_state_is_written_while_the_others_are_kept_waiting() -> None:
     assert followers._unpack(wire.messages[-1])[0] == "end"
 
 
-def test_a_rank_that_is_lost_meanwhile_ends_training_afterwards() -> None:
+def test_rank_lost_while_kept_waiting_ends_training() -> None:
     wire = _Wire()
     wire.timeout_s = 0.03
     lost = threading.Event()
@@ -364,7 +364,7 @@ def test_alone_where_the_environment_says_nothing(monkeypatch: pytest.MonkeyPatc
             Ranks.join(5.0, "cuda")
 
 
-def test_only_a_rank_among_several_chooses_the_gpu_of_its_caller(
+def test_only_rank_among_several_sets_cuda_device(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     chosen: list[torch.device] = []

@@ -146,7 +146,7 @@ def test_the_command_records_what_a_server_completes(
     assert "--endpoint: found http://127.0.0.1:" in capsys.readouterr().err
 
 
-def test_samples_that_are_not_finite_are_counted_and_a_recording_of_none_is_refused(
+def test_record_counts_and_leaves_out_non_finite_samples(
     tmp_path: Path, policy_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     policy = shutil.copytree(policy_dir, tmp_path / "policy")
@@ -168,7 +168,7 @@ def test_samples_that_are_not_finite_are_counted_and_a_recording_of_none_is_refu
     assert text in capsys.readouterr().err
 
 
-def test_rollouts_without_a_token_to_train_on_are_counted(
+def test_record_counts_rollouts_without_targets(
     tmp_path: Path, policy_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     # A draft predicts the third token of a sequence first.
@@ -189,7 +189,7 @@ def test_rollouts_without_a_token_to_train_on_are_counted(
 
 
 @pytest.mark.parametrize("place", ["policy_bridge.capture.sampled_of", "the policy's forward"])
-def test_a_pass_that_the_device_has_no_memory_for_ends_the_recording(
+def test_record_without_device_memory_is_refused(
     tmp_path: Path,
     model: PreTrainedModel,
     rollouts: list[Rollout],
@@ -209,7 +209,7 @@ def test_a_pass_that_the_device_has_no_memory_for_ends_the_recording(
     assert caught.value.field == "--device"
 
 
-def test_what_the_command_is_given_is_checked_before_the_policy_is_loaded(
+def test_record_options_are_checked_before_loading_policy(
     tmp_path: Path,
     policy_dir: Path,
     draft_dir: Path,

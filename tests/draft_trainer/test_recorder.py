@@ -158,7 +158,7 @@ def test_recordings_that_are_taken_away_make_room(
     assert rig.counts() == (2 * recorded, {"capacity": 239 - 2 * recorded, "write_failed": 1})
 
 
-def test_a_recording_that_is_taken_away_while_it_is_written_is_followed_by_another(
+def test_recorder_starts_anew_if_recording_is_removed(
     tmp_path: Path,
 ) -> None:
     rig = Rig(tmp_path)
@@ -201,7 +201,7 @@ def test_a_forgotten_policy_version_sheds_its_samples(tmp_path: Path) -> None:
     assert rig.counts() == (0, {"policy_forgotten": 1})
 
 
-def test_a_sample_that_waits_for_its_shard_keeps_no_room_of_the_store(tmp_path: Path) -> None:
+def test_recorder_queue_holds_no_space_of_the_store(tmp_path: Path) -> None:
     rig = Rig(tmp_path)
     (sample,) = Policy().samples(1)
     store = rig.run.store
@@ -263,7 +263,7 @@ def test_a_full_disk_loses_shards_not_the_recorder(
     assert writer.nbytes == blocks + sum(tensor.nbytes for tensor in matrices)
 
 
-def test_a_shard_whose_entry_cannot_be_written_is_lost_for_good(
+def test_recorder_shard_without_index_entry_is_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rig, whole, written = Rig(tmp_path), recording_writer.written_whole, list[str]()
@@ -310,7 +310,7 @@ def test_no_failure_ends_the_recorder(
     assert rig.counts() == (2, {"write_failed": 1})
 
 
-def test_a_number_that_another_trainer_took_meanwhile_is_left_to_it(
+def test_recorder_leaves_number_of_another_trainer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rig = Rig(tmp_path)
@@ -340,7 +340,7 @@ def test_any_run_id_is_recorded_in_any_locale(tmp_path: Path) -> None:
     assert read_index(tmp_path / "r").facts.run_id == "\u2260"
 
 
-def test_what_a_killed_recorder_left_half_written_takes_no_room(tmp_path: Path) -> None:
+def test_recorder_removes_leftovers_of_killed_recorder(tmp_path: Path) -> None:
     killed, live, other = (tmp_path / name for name in ("run-000000", "run-000001", "run-000002"))
     done = subprocess.run(
         [sys.executable, "-c", WRITE_UNTIL_KILLED, str(killed), "5"], check=False, timeout=600

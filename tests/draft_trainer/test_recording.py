@@ -37,7 +37,7 @@ def policy() -> Policy:
     return Policy()
 
 
-def test_samples_come_back_as_they_were_in_bounded_shards(tmp_path: Path, policy: Policy) -> None:
+def test_recording_round_trip_in_bounded_shards(tmp_path: Path, policy: Policy) -> None:
     samples = policy.samples(40)
     samples = [*samples[:20], *(bfloat16(s, 2) for s in samples[20:])]
     limit = 20_000

@@ -34,7 +34,7 @@ def _last_state(folder: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("kind", HEADS)
-def test_killed_at_any_instant_it_ends_with_the_same_bits(kind: str, tmp_path: Path) -> None:
+def test_training_killed_at_any_instant_ends_bit_equal(kind: str, tmp_path: Path) -> None:
     """Before a state has its name, before an old one goes, and at random.
 
     The step that is under way is lost and done again, and no other.

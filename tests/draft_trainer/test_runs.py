@@ -48,7 +48,7 @@ class Interrupted:
             then()
 
 
-def test_no_run_begins_between_the_look_up_of_a_session_and_its_stream(runs: Runs) -> None:
+def test_no_run_begins_between_session_and_stream(runs: Runs) -> None:
     session = runs.open(request("one"))
     refused = []
 
@@ -65,7 +65,7 @@ def test_no_run_begins_between_the_look_up_of_a_session_and_its_stream(runs: Run
     assert runs.open(request("two")).run is runs.current
 
 
-def test_a_run_that_could_not_begin_leaves_none_that_the_store_does_not_hold(
+def test_run_that_failed_to_begin_matches_the_store(
     runs: Runs, store: SampleStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runs.open(request("one"))
@@ -83,7 +83,7 @@ def test_a_run_that_could_not_begin_leaves_none_that_the_store_does_not_hold(
         assert session.run.run_id == run_id == store.run[0]
 
 
-def test_the_first_version_of_a_run_is_known_after_it_is_forgotten_and_after_a_restart(
+def test_first_policy_version_of_run_survives_restart(
     runs: Runs, store: SampleStore, tmp_path: Path
 ) -> None:
     run, policy = runs.open(request("one")).run, Policy()

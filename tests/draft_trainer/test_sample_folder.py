@@ -44,7 +44,7 @@ def everything(folder: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("configured", [None, "here"])
-def test_samples_stay_where_they_are_and_are_found(tmp_path: Path, configured: str | None) -> None:
+def test_samples_are_found_after_restart(tmp_path: Path, configured: str | None) -> None:
     directory = tmp_path / configured if configured else None
     folder = opened(tmp_path, directory)
     assert folder.path == directory or folder.path == tmp_path / "registry" / "samples"
@@ -60,14 +60,14 @@ def test_samples_stay_where_they_are_and_are_found(tmp_path: Path, configured: s
     assert names(store) == expected
 
 
-def test_without_a_run_nothing_stays(tmp_path: Path) -> None:
+def test_samples_folder_without_a_run_is_removed(tmp_path: Path) -> None:
     folder = opened(tmp_path)
     open_store(folder.path, CAPACITY).close()
     folder.close(keep=False)
     assert everything(tmp_path / "registry") == ["samples.json"]
 
 
-def test_a_second_trainer_is_refused(tmp_path: Path) -> None:
+def test_samples_folder_of_running_trainer_is_refused(tmp_path: Path) -> None:
     first = opened(tmp_path, tmp_path / "here")
     with pytest.raises(RefusedError) as caught:
         opened(tmp_path, tmp_path / "here")
@@ -99,7 +99,7 @@ def refused(tmp_path: Path, here: Path) -> RefusedError:
     return caught.value
 
 
-def test_a_folder_of_something_else_is_refused_and_not_cleared(tmp_path: Path) -> None:
+def test_samples_folder_with_foreign_files_is_refused(tmp_path: Path) -> None:
     here = tmp_path / "here"
     # Names that a trainer would write itself.
     for name in ("samples/first.txt", "policies/lead.txt", "arena", "samples.db", "notes.txt"):
@@ -113,7 +113,7 @@ def test_a_folder_of_something_else_is_refused_and_not_cleared(tmp_path: Path) -
     assert "an empty" in refused(tmp_path, here).found
 
 
-def test_another_registry_s_samples_are_refused(tmp_path: Path) -> None:
+def test_samples_of_another_registry_are_refused(tmp_path: Path) -> None:
     here = tmp_path / "here"
     folder = opened(tmp_path, here)
     filled(folder).close()
@@ -124,7 +124,7 @@ def test_another_registry_s_samples_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"format": 2}', '{"format": 3, "registry": 1}'])
-def test_a_marker_that_says_nothing_is_refused(tmp_path: Path, text: str) -> None:
+def test_samples_folder_invalid_marker_is_refused(tmp_path: Path, text: str) -> None:
     here = tmp_path / "here"
     opened(tmp_path, here).close(keep=True)
     (here / "samples.db").write_text("maybe ours")
@@ -132,7 +132,7 @@ def test_a_marker_that_says_nothing_is_refused(tmp_path: Path, text: str) -> Non
     assert MARKER in refused(tmp_path, here).found
 
 
-def test_another_format_is_refused(tmp_path: Path) -> None:
+def test_samples_folder_of_another_format_is_refused(tmp_path: Path) -> None:
     here = tmp_path / "here"
     opened(tmp_path, here).close(keep=True)
     facts = json.loads((here / MARKER).read_text())
@@ -140,7 +140,7 @@ def test_another_format_is_refused(tmp_path: Path) -> None:
     assert "format 2" in refused(tmp_path, here).found
 
 
-def test_a_symbolic_link_is_refused(tmp_path: Path) -> None:
+def test_samples_folder_symlink_is_refused(tmp_path: Path) -> None:
     here = tmp_path / "here"
     opened(tmp_path, here).close(keep=True)
     link = tmp_path / "link"
@@ -153,7 +153,7 @@ def test_a_symbolic_link_is_refused(tmp_path: Path) -> None:
         opened(tmp_path, here)
 
 
-def test_files_of_others_beside_ours_are_never_removed(
+def test_samples_folder_close_keeps_foreign_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     here = tmp_path / "here"
@@ -183,7 +183,7 @@ def test_files_of_others_beside_ours_are_never_removed(
     assert everything(outside) == [f"{digest}.safetensors"]
 
 
-def test_a_kill_while_the_folder_is_made_leaves_one_that_is_taken(tmp_path: Path) -> None:
+def test_samples_folder_left_by_kill_is_taken(tmp_path: Path) -> None:
     here = tmp_path / "here"
     here.mkdir()
     opened(tmp_path, here).close(keep=True)
@@ -194,7 +194,7 @@ def test_a_kill_while_the_folder_is_made_leaves_one_that_is_taken(tmp_path: Path
     assert not here.exists()
 
 
-def test_samples_from_before_the_machine_started_are_not_trusted(
+def test_samples_from_before_a_reboot_are_discarded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = opened(tmp_path)
@@ -207,7 +207,7 @@ def test_samples_from_before_the_machine_started_are_not_trusted(
 
 
 @pytest.mark.parametrize("boot", ["first", "another"])
-def test_the_marker_is_on_disk_before_anything_else_is_made(
+def test_samples_marker_is_synced_before_other_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, boot: str
 ) -> None:
     """Without it, a folder that a crash of the machine left would be refused as another's."""
@@ -230,7 +230,7 @@ def test_the_marker_is_on_disk_before_anything_else_is_made(
     assert synced[here] == [MARKER]
 
 
-def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
+def test_samples_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(RefusedError) as caught:
         opened(tmp_path, tmp_path / "file" / "x")

@@ -91,7 +91,7 @@ def test_policy_that_does_not_fit_the_draft(
         assert client.open().session_id
 
 
-def test_runs(tmp_path: Path) -> None:
+def test_one_run_at_a_time(tmp_path: Path) -> None:
     with running(make_config(tmp_path), train=False) as (_, client):
         assert refusal(lambda: client.open(run_id="")).field == "run_id"
         client.open("one")
@@ -119,7 +119,7 @@ def test_runs(tmp_path: Path) -> None:
         assert error.field == "session_id"
 
 
-def test_announce_refusals_leave_no_trace(tmp_path: Path) -> None:
+def test_refused_policy_announcement_changes_nothing(tmp_path: Path) -> None:
     policy = Policy()
     rows, embed = policy.lm_head[draft_vocab_ids()], policy.embed
     with running(make_config(tmp_path), train=False) as (_, client):
@@ -150,7 +150,7 @@ def test_announce_refusals_leave_no_trace(tmp_path: Path) -> None:
         assert client.status().policy_version == 1
 
 
-def test_a_process_that_does_not_lead_waits_for_the_one_that_does(tmp_path: Path) -> None:
+def test_announce_without_tensors_needs_the_lead(tmp_path: Path) -> None:
     with running(make_config(tmp_path), train=False) as (_, client):
         client.open()
 
@@ -168,7 +168,7 @@ def test_a_process_that_does_not_lead_waits_for_the_one_that_does(tmp_path: Path
         assert refusal(lambda: ask(1)).field == "policy_version"
 
 
-def test_known_content_is_named_and_not_sent(tmp_path: Path) -> None:
+def test_announce_sends_only_unknown_tensors(tmp_path: Path) -> None:
     with feeding(make_config(tmp_path), train=False) as (_, client):
         assert client.announce(2, send=[]).policy_version == 2
         moved = Policy()
@@ -190,7 +190,7 @@ def test_known_content_is_named_and_not_sent(tmp_path: Path) -> None:
         assert error.field == "policy_version"
 
 
-def test_what_may_go_goes_at_the_start_and_where_a_release_does_not_fit(
+def test_old_releases_are_removed_at_start_and_on_full_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A disk that is full is written to after that alone."""
@@ -232,7 +232,7 @@ def test_missing_promoted_release_is_refused(tmp_path: Path) -> None:
     assert (caught.value.field, caught.value.found) == ("draft_version", "7")
 
 
-def test_an_operator_waits_for_another_publish_no_longer_than_the_call(
+def test_operator_waits_for_publish_until_deadline(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with running(make_config(tmp_path), train=False) as (server, client):
@@ -246,7 +246,7 @@ def test_an_operator_waits_for_another_publish_no_longer_than_the_call(
         assert client.promote(0, pin=True).draft_version == 0 and client.status().pinned
 
 
-def test_a_sync_waits_for_another_publish_no_longer_than_the_call(
+def test_sync_waits_for_publish_until_deadline(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And stages nothing later, when nobody asks for it any more."""
@@ -265,7 +265,7 @@ def test_a_sync_waits_for_another_publish_no_longer_than_the_call(
         assert double.state.staged == ["draft-0"]
 
 
-def test_a_sync_waits_for_no_name_service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sync_does_not_wait_for_dns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with ExitStack() as closing:
         double, over = MemoryServer(write_draft(tmp_path / "another", 9)), threading.Event()
         closing.callback(double.stop)
@@ -285,9 +285,7 @@ def test_a_sync_waits_for_no_name_service(tmp_path: Path, monkeypatch: pytest.Mo
         assert double.state.staged == ["draft-0"], "the servers that were known"
 
 
-def test_a_gate_that_ends_late_keeps_nothing_else_from_its_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_stop_while_the_gate_judges(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with feeding(make_config(tmp_path)) as (server, client):
         gate, judges = server.loop.gate, threading.Event()
         real = gate.judge
@@ -324,7 +322,7 @@ def test_health_and_reflection(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("host", ["::1", "[::1]"])
-def test_the_addresses_that_are_printed_can_be_called(tmp_path: Path, host: str) -> None:
+def test_printed_ipv6_addresses_can_be_called(tmp_path: Path, host: str) -> None:
     with socket.socket(socket.AF_INET6) as probe:
         try:
             probe.bind(("::1", 0))
@@ -336,9 +334,7 @@ def test_the_addresses_that_are_printed_can_be_called(tmp_path: Path, host: str)
             assert answer.status == 200
 
 
-def test_a_start_that_fails_leaves_no_thread(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failed_start_leaves_no_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> None:
         raise RuntimeError("can't start new thread")
 
@@ -349,7 +345,7 @@ def test_a_start_that_fails_leaves_no_thread(
     assert [t.name for t in set(threading.enumerate()) - before if t.name == "grpc"] == []
 
 
-def test_a_slow_state_db_stalls_no_call_that_does_without_it(tmp_path: Path) -> None:
+def test_slow_state_db_stalls_no_other_call(tmp_path: Path) -> None:
     with (
         running(make_config(tmp_path), train=False) as (server, client),
         ThreadPoolExecutor() as pool,
@@ -370,7 +366,7 @@ def test_a_slow_state_db_stalls_no_call_that_does_without_it(tmp_path: Path) -> 
         assert list(history.result().verdicts) == []
 
 
-def test_a_slow_store_stalls_no_call_that_does_without_it(
+def test_slow_sample_store_stalls_no_other_call(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with (
@@ -429,7 +425,7 @@ def test_streams_and_watchers_are_bounded(tmp_path: Path) -> None:
             watch.cancel()
 
 
-def test_a_batch_is_not_held_while_training_waits_for_memory(
+def test_batch_is_freed_while_training_waits_for_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with running(make_config(tmp_path)) as (server, client):

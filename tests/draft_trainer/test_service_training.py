@@ -38,7 +38,7 @@ from tests.draft_trainer.rig import (
 from tests.waiting import until
 
 
-def test_trains_gates_releases_and_publishes_with_the_policy(tmp_path: Path) -> None:
+def test_trainer_trains_gates_releases_and_publishes(tmp_path: Path) -> None:
     double = MemoryServer(write_draft(tmp_path / "initial"))
     config = make_config(tmp_path, publish={"rollout_servers": [double.address]})
     with feeding(config) as (_, client):
@@ -87,7 +87,7 @@ def _assert_fetched(client: Client, version: int, double: MemoryServer) -> None:
     assert error.code is grpc.StatusCode.NOT_FOUND
 
 
-def test_a_trainer_that_was_started_nice_trains_and_counts_its_cost(tmp_path: Path) -> None:
+def test_nice_trainer_trains_and_counts_core_seconds(tmp_path: Path) -> None:
     """A thread's nice value is inherited, and only root may lower it."""
     found: dict[int, tuple[int, CoreSeconds | None]] = {}
 
@@ -109,7 +109,7 @@ def test_a_trainer_that_was_started_nice_trains_and_counts_its_cost(tmp_path: Pa
     assert all(cores is not None and cores.ran > 0 for _, cores in found.values())
 
 
-def test_a_candidate_is_judged_in_time_however_many_steps_are_asked_for(tmp_path: Path) -> None:
+def test_candidate_seconds_bounds_time_to_the_gate(tmp_path: Path) -> None:
     config = make_config(
         tmp_path,
         replay={"max_epochs": 10_000},
@@ -130,7 +130,7 @@ def test_publishing_on_promotion_needs_no_sync_window(tmp_path: Path) -> None:
     double.stop()
 
 
-def test_restart_without_a_training_state_takes_the_newest_release(tmp_path: Path) -> None:
+def test_restart_without_state_takes_newest_release(tmp_path: Path) -> None:
     config = make_config(tmp_path, training={"state_every_steps": 0})
     with feeding(config) as (_, client):
         version = train_until_released(client)
@@ -193,7 +193,7 @@ def test_another_run_begins_with_fresh_moments_and_a_warm_up(tmp_path: Path) -> 
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_training_that_dies_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_training_thread_death_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with running(make_config(tmp_path)) as (server, client):
 
         def out_of_memory(*_: object) -> None:
@@ -207,7 +207,7 @@ def test_training_that_dies_is_noticed(tmp_path: Path, monkeypatch: pytest.Monke
         assert server._counters.training_error == "the training thread ended with an error"
 
 
-def test_a_full_disk_holds_training_up_and_does_not_end_it(
+def test_training_waits_on_full_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     with feeding(make_config(tmp_path)) as (server, client):
@@ -237,7 +237,7 @@ def test_a_full_disk_holds_training_up_and_does_not_end_it(
         assert status.training_error == "" and status.samples_pending == 0
 
 
-def test_what_was_trained_before_a_pause_is_judged(
+def test_weights_trained_before_a_pause_are_judged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = make_config(
@@ -270,7 +270,7 @@ def test_what_was_trained_before_a_pause_is_judged(
         assert server._store.credit_bytes() == server._store.capacity_bytes
 
 
-def test_a_draft_of_another_run_counts_as_trained_on_the_first_version_of_this_one(
+def test_draft_of_another_run_counts_from_first_version(
     tmp_path: Path,
 ) -> None:
     with running(make_config(tmp_path, publish={"rollout_servers": []}), train=False) as (
@@ -291,7 +291,7 @@ def test_a_draft_of_another_run_counts_as_trained_on_the_first_version_of_this_o
             assert status.HasField("promoted_trained_against") is (release == 2)
 
 
-def test_another_run_is_decided_for_anew_though_its_version_has_the_same_number(
+def test_new_run_at_same_version_gets_its_own_decision(
     tmp_path: Path,
 ) -> None:
     with running(make_config(tmp_path, economy={"mode": "when-it-pays"})) as (_, client):
@@ -303,7 +303,7 @@ def test_another_run_is_decided_for_anew_though_its_version_has_the_same_number(
             client.wait_for(lambda s, text=text: text in s.training_decision)
 
 
-def test_another_run_does_not_judge_what_the_one_before_it_trained(tmp_path: Path) -> None:
+def test_new_run_does_not_judge_weights_of_last_run(tmp_path: Path) -> None:
     with feeding(make_config(tmp_path), train=False) as (server, client):
         loop = server.loop
         loop.position = replace(loop.position, run_id="run")
@@ -317,7 +317,7 @@ def test_another_run_does_not_judge_what_the_one_before_it_trained(tmp_path: Pat
         assert not client.status().HasField("last_verdict") and loop._steps_since_candidate == 7
 
 
-def test_a_release_that_cannot_be_promoted_now_is_kept_and_the_next_one_is(
+def test_release_that_cannot_be_promoted_is_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with feeding(make_config(tmp_path)) as (server, client):
@@ -363,7 +363,7 @@ def test_batch_whose_policy_version_was_forgotten_is_dropped(
         assert status.samples_accepted == 40
 
 
-def test_a_trainer_that_may_not_train_says_so_and_keeps_the_samples(tmp_path: Path) -> None:
+def test_trainer_with_training_paused_keeps_samples(tmp_path: Path) -> None:
     config = make_config(tmp_path, economy={"mode": "never"})
     with feeding(config) as (_, client):
         client.send(*rollouts(8))
@@ -379,7 +379,7 @@ def test_a_trainer_that_may_not_train_says_so_and_keeps_the_samples(tmp_path: Pa
             assert stream.wanted_tokens == 640
 
 
-def test_samples_that_grow_old_during_a_pause_are_not_counted_as_lost(tmp_path: Path) -> None:
+def test_samples_stale_during_a_pause_are_not_lost(tmp_path: Path) -> None:
     config = make_config(tmp_path, economy={"mode": "never"}, replay={"max_policy_lag": 1})
     with feeding(config) as (_, client):
         client.send(*rollouts(8))
@@ -389,7 +389,7 @@ def test_samples_that_grow_old_during_a_pause_are_not_counted_as_lost(tmp_path: 
         assert {r: n for r, n in status.evicted_by_reason.items() if n} == {"unneeded": pending}
 
 
-def test_samples_that_arrive_during_a_pause_keep_no_message_from_the_other_ranks(
+def test_paused_trainer_keeps_other_ranks_alive(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Their deadline ends training if rank 0 says nothing, however often it is woken."""

@@ -56,7 +56,7 @@ def _dense(
 
 @pytest.mark.parametrize("chunk_rows", [1, 8, 1000])
 @pytest.mark.parametrize("target", ["kl", "tv", "lk"])
-def test_loss_metrics_and_gradients(
+def test_soft_target_loss_matches_dense_softmax(
     target: Target, chunk_rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """To 1e-5 in float32, whatever the size of a chunk, at a loss weighted from outside by 3."""
@@ -77,7 +77,7 @@ def test_loss_metrics_and_gradients(
 
 
 @pytest.mark.parametrize("target", ["kl", "tv", "lk"])
-def test_bfloat16_stays_within_its_rounding(target: Target) -> None:
+def test_soft_target_loss_in_bfloat16(target: Target) -> None:
     """Loss within 0.5 %; gradients within 2 % of their largest entry, without a common bias."""
     hidden, lm_head, *rest = _case(torch.bfloat16)
     ours = [hidden.clone().requires_grad_(), lm_head.clone().requires_grad_()]

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import logging
 from collections import deque
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, ClassVar, cast
+from typing import Any, cast
 
 import grpc
 import pytest
 from rich.console import Console
 
-from draft_trainer.cli.top import DASH, Seen, number, picture, shares
+from draft_trainer.cli.top import Seen, picture
 from draft_trainer.counters import Counters
 from draft_trainer.releases import canary
 from draft_trainer.releases.client import Failure
@@ -90,7 +89,7 @@ def test_acceptance_of_the_last_minute_by_server_and_release(
     assert len(watch._seen["a:1"]) == canary.KEPT and "c:1" not in watch._seen
 
 
-def test_staleness_counts_from_when_the_policy_moved_past_the_draft(clock: Clock) -> None:
+def test_staleness_counts_from_the_policys_move(clock: Clock) -> None:
     times = status.PolicyClock()
     assert times.newest_at is None
     assert times.registered(11) and times.newest_at == clock.now
@@ -116,7 +115,7 @@ def test_staleness_counts_from_when_the_policy_moved_past_the_draft(clock: Clock
     assert len(times._seen) == status.VERSIONS_KEPT
 
 
-def test_a_restarted_trainer_counts_from_its_start(clock: Clock) -> None:
+def test_staleness_after_restart_counts_from_start(clock: Clock) -> None:
     times = PolicyClock("run", known=8)
     times.began("run")
     assert times.newest_at is None
@@ -124,7 +123,7 @@ def test_a_restarted_trainer_counts_from_its_start(clock: Clock) -> None:
     assert times.behind_seconds(3) == 0.0
 
 
-def test_a_late_announcement_of_the_run_before_is_none_of_this_one() -> None:
+def test_late_announcement_of_last_run_is_ignored() -> None:
     old, new = (
         SimpleNamespace(run_id=name, latest_policy_version=version)
         for name, version in (("old", 500), ("new", 1))
@@ -141,7 +140,7 @@ def test_a_late_announcement_of_the_run_before_is_none_of_this_one() -> None:
     assert noted == [1]
 
 
-def test_the_fleets_changes_are_events_once(tmp_path: Path) -> None:
+def test_fleet_changes_are_events_once(tmp_path: Path) -> None:
     log = State(tmp_path).events
     view = FleetView(log)
     up = rollout_server_pb2.ServerState(draft_version=2, speculation_enabled=True)
@@ -161,7 +160,7 @@ def test_the_fleets_changes_are_events_once(tmp_path: Path) -> None:
     ]
 
 
-def test_a_server_on_which_no_draft_pays_is_ready_and_no_event(tmp_path: Path) -> None:
+def test_server_where_no_draft_pays_is_ready(tmp_path: Path) -> None:
     log = State(tmp_path).events
     view = FleetView(log)
     on = rollout_server_pb2.ServerState(speculation_enabled=True, speculation_wanted=True)
@@ -180,12 +179,7 @@ def test_a_server_on_which_no_draft_pays_is_ready_and_no_event(tmp_path: Path) -
     assert "fleet, 1 of 1 ready" in taken.get() and "ready, drafting off" in taken.get()
 
 
-def test_no_drafts_are_a_dash() -> None:
-    assert number(None) == DASH and number(1.0) == "1.000"
-    assert shares([0.9, 1.0, 0.0]) == ".90 1.0 .00"
-
-
-def test_rates_are_those_of_the_last_minute_of_this_process() -> None:
+def test_rates_cover_last_minute_of_this_process() -> None:
     now = TrainerStatus(time=1000.0, started_at=900.0, samples_accepted=70)
     seen = Seen("", now)
     assert seen.rate("samples_accepted") is None
@@ -195,43 +189,19 @@ def test_rates_are_those_of_the_last_minute_of_this_process() -> None:
     assert seen.rate("samples_accepted") == 3.0
 
 
-def test_what_others_wrote_steers_no_terminal() -> None:
+def test_status_escapes_control_characters_and_markup() -> None:
     event = pb.Event(kind="x\x1b[2J", server="a:1", reason="x\x1b[2J\ny\u202e")
     assert described(event) == r"a:1: x\x1b[2J\ny\u202e"
+    # In rich's markup, brackets are a style.
+    now = TrainerStatus(servers=[pb.ServerView(address="[fd00::1]:50061")])
     console = Console(width=160, highlight=False)
     with console.capture() as taken:
-        console.print(picture(Seen("a:1", TrainerStatus(), events=[event])))
+        console.print(picture(Seen("a:1", now, events=[event])))
     assert r"x\x1b[2J" in taken.get() and "\x1b[2J" not in taken.get()
+    assert "[fd00::1]:50061" in taken.get()
 
 
-def test_a_full_disk_does_not_end_the_history(caplog: pytest.LogCaptureFixture) -> None:
-    kept: list[float] = []
-
-    class History:
-        full = True
-
-        def add(self, status: TrainerStatus) -> None:
-            if self.full:
-                raise RefusedError("draft.registry", "no space", "space", "make room")
-            assert not status.servers and not status.code_version
-            kept.append(status.time)
-
-    class Fake:
-        state = SimpleNamespace(history=History())
-        problems = ProblemLog()
-        _recent: ClassVar = deque([TrainerStatus()])
-
-        def read(self) -> TrainerStatus:
-            return TrainerStatus(time=7.0, code_version="1", servers=[pb.ServerView(address="a:1")])
-
-    status.Status.keep_snapshot(Fake())  # type: ignore[arg-type]
-    assert kept == [] and "was not kept: draft.registry: found no space" in caplog.text
-    Fake.state.history.full = False
-    status.Status.keep_snapshot(Fake())  # type: ignore[arg-type]
-    assert kept == [7.0]
-
-
-def test_what_is_wrong_is_judged_by_the_newest_snapshots_to_which_a_sample_came(
+def test_diagnosis_uses_newest_snapshots_with_samples(
     tmp_path: Path,
 ) -> None:
     with running(make_config(tmp_path), train=False) as (server, client):
@@ -256,24 +226,12 @@ def test_what_is_wrong_is_judged_by_the_newest_snapshots_to_which_a_sample_came(
         assert not refused_are_a_problem()
 
 
-@pytest.mark.parametrize("error", [OSError(5, "Input/output error"), ValueError("out of range")])
-def test_a_status_that_cannot_be_made_does_not_end_the_history(
-    caplog: pytest.LogCaptureFixture, error: Exception
-) -> None:
-    class Fake:
-        def read(self) -> TrainerStatus:
-            raise error
-
-    status.Status.keep_snapshot(Fake())  # type: ignore[arg-type]
-    assert "was not kept" in caplog.text and str(error) in caplog.text
-
-
 def server(drafts: int, speed_up: float | None) -> pb.ServerView:
     state = rollout_server_pb2.ServerState(speed_up=speed_up)
     return pb.ServerView(state=state, last_minute=pb.Drafted(drafts=drafts))
 
 
-def test_the_speed_up_is_the_fleets_by_drafts_and_only_of_servers_that_know() -> None:
+def test_speed_up_is_mean_over_drafts_of_the_fleet() -> None:
     assert status._speed_up([]) is None
     assert status._speed_up([server(100, None), server(0, 1.5)]) is None
     for wrong in (float("nan"), float("inf"), -1.0, 0.0):
@@ -282,26 +240,42 @@ def test_the_speed_up_is_the_fleets_by_drafts_and_only_of_servers_that_know() ->
     assert found == pytest.approx(1.75)
 
 
-def test_a_terminal_shows_what_is_served_and_what_it_gains() -> None:
-    now = TrainerStatus(
-        policy_version=9, served_release=3, promoted_release=4, newest_release=5, speed_up=1.52
+@pytest.mark.parametrize("place", ["read", "add"])
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(5, "Input/output error"),
+        ValueError("out of range"),
+        RefusedError("draft.registry", "no space", "space", "make room"),
+    ],
+)
+def test_history_goes_on_after_a_failed_snapshot(
+    caplog: pytest.LogCaptureFixture, error: Exception, place: str
+) -> None:
+    kept: list[float] = []
+    failing = True
+
+    def fails(at: str) -> None:
+        if failing and at == place:
+            raise error
+
+    def read() -> TrainerStatus:
+        fails("read")
+        return TrainerStatus(time=7.0, code_version="1", servers=[pb.ServerView(address="a:1")])
+
+    def add(snapshot: TrainerStatus) -> None:
+        fails("add")
+        assert not snapshot.servers and not snapshot.code_version
+        kept.append(snapshot.time)
+
+    here: Any = SimpleNamespace(
+        state=SimpleNamespace(history=SimpleNamespace(add=add)),
+        problems=ProblemLog(),
+        read=read,
+        _recent=deque([TrainerStatus()]),
     )
-    now.last_verdict.outcome, now.last_verdict.reason = "failed", "gains 0.01, and needs 0.05"
-    now.training_paused, now.training_decision = True, "training does not pay: it saves 1 s"
-    now.servers.add(address="[fd00::1]:50061")
-    console = Console(width=160, highlight=False)
-    with console.capture() as taken:
-        console.print(picture(Seen("a:1", now)))
-    text = taken.get()
-    assert "[fd00::1]:50061" in text
-    assert "serves draft 3   promoted release 4, not served yet   newest 5" in text
-    assert "now, 1.52x of generation without speculation where drafts run" in text
-    assert "gains 0.01, and needs 0.05" in text
-    assert " training paused: training does not pay: it saves 1 s  loss" in text
-
-
-def test_the_log_says_what_the_events_say(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "draft_trainer.state")
-    events = State(tmp_path).events
-    events.note("committed", draft_version=7, server="a:1", reason="in 18 ms")
-    assert caplog.messages == ["event 1: committed: draft 7, a:1: in 18 ms"]
+    status.Status.keep_snapshot(here)
+    assert kept == [] and "was not kept" in caplog.text and str(error) in caplog.text
+    failing = False
+    status.Status.keep_snapshot(here)
+    assert kept == [7.0]

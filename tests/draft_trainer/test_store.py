@@ -28,7 +28,7 @@ from tests.draft_trainer.samples import (
 SIZE = aligned(nbytes(16))
 
 
-def test_bytes_never_exceed_the_capacity_and_old_versions_go_first(tmp_path: Path) -> None:
+def test_store_capacity_evicts_oldest_versions_first(tmp_path: Path) -> None:
     evicted: Counter[str] = Counter()
     store = open_store(tmp_path, 10 * SIZE, on_evicted=lambda why, n: evicted.update({why: n}))
     store.begin("run", {})
@@ -44,7 +44,7 @@ def test_bytes_never_exceed_the_capacity_and_old_versions_go_first(tmp_path: Pat
     assert all(is_intact(sample) for sample in drawn)
 
 
-def test_a_batch_keeps_its_bytes_while_others_need_the_room(tmp_path: Path) -> None:
+def test_drawn_batch_keeps_its_bytes_until_freed(tmp_path: Path) -> None:
     store = open_store(tmp_path, 10 * SIZE, max_epochs=1)
     store.begin("run", {})
     for i in range(10):
@@ -69,7 +69,7 @@ def test_a_batch_keeps_its_bytes_while_others_need_the_room(tmp_path: Path) -> N
     assert store.accept("run", held) == [True] * 6
 
 
-def test_duplicates_in_one_call_and_after_a_restart(tmp_path: Path) -> None:
+def test_store_finds_duplicates_after_restart(tmp_path: Path) -> None:
     store = open_store(tmp_path, ledger_entries=3, max_epochs=1)
     store.begin("run", {})
     samples = [received(store, name) for name in ("a", "b", "a")]
@@ -101,7 +101,7 @@ def test_duplicates_in_one_call_and_after_a_restart(tmp_path: Path) -> None:
     assert store.seen("run", "f")
 
 
-def test_a_restart_finds_samples_policies_held_out_share_and_run(tmp_path: Path) -> None:
+def test_store_restart_finds_samples_policies_and_run(tmp_path: Path) -> None:
     options: dict[str, Any] = {"held_out_fraction": 0.5}
     store = open_store(tmp_path, **options)
     store.begin("run", {"hidden_size": 8})
@@ -132,7 +132,7 @@ def test_a_restart_finds_samples_policies_held_out_share_and_run(tmp_path: Path)
     assert {s.policy_version for s in store.held_out("run")} == {2}
 
 
-def test_spent_samples_stay_until_a_state_has_them_and_give_way_first(tmp_path: Path) -> None:
+def test_exhausted_samples_stay_until_a_state_has_them(tmp_path: Path) -> None:
     evicted: Counter[str] = Counter()
     store = open_store(
         tmp_path, 10 * SIZE, max_epochs=1, on_evicted=lambda why, n: evicted.update({why: n})
@@ -166,7 +166,7 @@ def test_spent_samples_stay_until_a_state_has_them_and_give_way_first(tmp_path: 
     assert rows_of(store)["draws"] == 0
 
 
-def test_weights_of_a_release_have_seen_what_was_drawn_before_it(tmp_path: Path) -> None:
+def test_rewind_to_release_keeps_draws_before_it(tmp_path: Path) -> None:
     store = open_store(tmp_path, max_epochs=1)
     store.begin("run", {})
     for i in range(12):
@@ -188,7 +188,63 @@ def test_weights_of_a_release_have_seen_what_was_drawn_before_it(tmp_path: Path)
     assert not set(all_drawn(store)) & {*before, *after}
 
 
-def test_what_only_a_damaged_release_has_seen_is_trained_on_again(tmp_path: Path) -> None:
+@pytest.mark.parametrize("resumed", [None, 1000], ids=["first start", "reboot"])
+@pytest.mark.parametrize("moment", ["before", "between", "after"])
+def test_kill_while_release_is_noted_repeats_no_sample(
+    tmp_path: Path, resumed: int | None, moment: str
+) -> None:
+    """The release's weights have seen every draw. After a reboot the samples are new, and the
+    training state, which goes on with its own numbers, is older than the release."""
+    store = open_store(tmp_path, max_epochs=2)
+    store.rewind(resumed, 0)
+    store.begin("run", {})
+    for i in range(8):
+        put(store, f"s{i}")
+    seen = [*all_drawn(store, tokens=4 * 16), *all_drawn(store, tokens=8 * 16)]
+
+    def killed(draw: int) -> None:
+        """Forget draws as ``saved`` does, and end before or after that."""
+        if moment == "after":
+            SampleStore.saved(store, draw)
+        raise KeyboardInterrupt
+
+    if moment != "before":
+        store.saved = killed  # type: ignore[method-assign]
+        with pytest.raises(KeyboardInterrupt):
+            store.released(1)
+    store.close()
+    store = open_store(tmp_path, max_epochs=2)
+    store.rewind(None, 1)
+    while drawn := all_drawn(store):
+        seen += drawn
+    assert Counter(seen) == dict.fromkeys((f"s{i}" for i in range(8)), 2)
+
+
+def test_skipped_state_does_not_claim_later_draws(tmp_path: Path) -> None:
+    """A training state that cannot be read at two starts, and can at the third, has not seen what
+    was drawn meanwhile: a draw number is never used twice, also if a start is killed at once."""
+    store = open_store(tmp_path, max_epochs=1)
+    store.begin("run", {})
+    for name in "ab":
+        put(store, name)
+        all_drawn(store)
+        store.saved(store.draws)
+    store.close()
+    for _ in range(2):
+        # The state of draw 1 is resumed instead of that of draw 2.
+        store = open_store(tmp_path, max_epochs=1)
+        store.rewind(1, 0)
+        store.close()
+    store = open_store(tmp_path, max_epochs=1)
+    put(store, "new")
+    assert all_drawn(store) == ["new"]
+    store.close()
+    store = open_store(tmp_path, max_epochs=1)
+    store.rewind(2, 0)
+    assert all_drawn(store) == ["new"]
+
+
+def test_rewind_past_damaged_release_repeats_its_draws(tmp_path: Path) -> None:
     store = open_store(tmp_path, max_epochs=2)
     store.begin("run", {})
     for i in range(8):
@@ -205,7 +261,7 @@ def test_what_only_a_damaged_release_has_seen_is_trained_on_again(tmp_path: Path
     assert times_drawn(store, after) == dict.fromkeys(after, 0)
 
 
-def test_a_state_from_before_this_ledger_is_never_reached_by_its_numbers(tmp_path: Path) -> None:
+def test_draw_numbers_go_on_from_older_state(tmp_path: Path) -> None:
     store = open_store(tmp_path, max_epochs=1)
     store.rewind(1000, 0)
     store.begin("run", {})
@@ -217,7 +273,7 @@ def test_a_state_from_before_this_ledger_is_never_reached_by_its_numbers(tmp_pat
     assert store.counts().pending == 1
 
 
-def test_a_batch_that_was_put_back_is_as_if_it_had_not_been_drawn(tmp_path: Path) -> None:
+def test_put_back_undoes_the_last_draw(tmp_path: Path) -> None:
     store = open_store(tmp_path, max_epochs=2)
     store.begin("run", {})
     for i in range(6):
@@ -239,7 +295,7 @@ def test_a_batch_that_was_put_back_is_as_if_it_had_not_been_drawn(tmp_path: Path
     assert store.counts().unsaved == 3 == store.counts().resident
 
 
-def test_another_run_begins_empty_and_the_old_one_draws_nothing(tmp_path: Path) -> None:
+def test_new_run_begins_with_empty_store(tmp_path: Path) -> None:
     store = open_store(tmp_path, 10 * SIZE)
     store.begin("one", {})
     for i in range(10):
@@ -255,7 +311,7 @@ def test_another_run_begins_empty_and_the_old_one_draws_nothing(tmp_path: Path) 
     assert is_intact(kept) and len(all_drawn(store, "two")) == 9
 
 
-def test_nothing_grows_with_the_length_of_a_run(tmp_path: Path) -> None:
+def test_store_size_is_bounded_over_a_run(tmp_path: Path) -> None:
     """Fifty times the capacity, in samples of many sizes, half of it never trained on."""
     capacity = 40 * SIZE
     store = open_store(tmp_path, capacity, ledger_entries=100, max_epochs=2)
@@ -286,7 +342,7 @@ def test_nothing_grows_with_the_length_of_a_run(tmp_path: Path) -> None:
     assert (tmp_path / ARENA).stat().st_size == capacity + ALIGNMENT
 
 
-def test_draws_are_bounded_while_no_training_state_is_written(tmp_path: Path) -> None:
+def test_draws_table_is_bounded_without_states(tmp_path: Path) -> None:
     """With ``training.state_every_steps = 0``, or on a full disk: what is forgotten has none."""
     store = open_store(tmp_path, 20 * SIZE, ledger_entries=50, max_epochs=2)
     store.begin("run", {})
@@ -301,7 +357,7 @@ def test_draws_are_bounded_while_no_training_state_is_written(tmp_path: Path) ->
     assert store._db.one("SELECT total(times_drawn) FROM samples") == 0
 
 
-def test_puts_and_draws_from_many_threads_lose_nothing(tmp_path: Path) -> None:
+def test_store_threads_lose_no_sample(tmp_path: Path) -> None:
     store = open_store(tmp_path, 1 << 20, max_epochs=1)
     store.begin("run", {})
     drawn: list[list[str]] = [[] for _ in range(2)]
@@ -336,7 +392,7 @@ def test_puts_and_draws_from_many_threads_lose_nothing(tmp_path: Path) -> None:
     assert store.counts().nbytes == 0
 
 
-def test_a_smaller_arena_gives_up_what_lies_beyond_it(tmp_path: Path) -> None:
+def test_smaller_capacity_evicts_what_lies_beyond(tmp_path: Path) -> None:
     evicted: Counter[str] = Counter()
     store = open_store(tmp_path, 10 * SIZE)
     store.begin("run", {})
@@ -346,30 +402,6 @@ def test_a_smaller_arena_gives_up_what_lies_beyond_it(tmp_path: Path) -> None:
     store = open_store(tmp_path, 7 * SIZE, on_evicted=lambda why, n: evicted.update({why: n}))
     assert evicted == {"capacity": 3} and store.counts().nbytes == 7 * SIZE
     assert all(is_intact(sample) for sample in store.draw("run", 10**6).samples)
-
-
-def test_an_index_that_cannot_be_written_accepts_nothing(tmp_path: Path) -> None:
-    store = open_store(tmp_path, 3 * SIZE, ledger_entries=100_000)
-    store.begin("run", {})
-    for number in range(40):
-        put(store, f"a{number}")
-    pages = store._db.one("PRAGMA page_count")
-    # SQLite's own answer to a full disk.
-    store._db.execute(f"PRAGMA max_page_count={pages}")
-    found = None
-    for number in range(400):
-        sample = received(store, f"b{number}")
-        try:
-            store.accept("run", [sample])
-        except RefusedError as error:
-            found = error
-            break
-    assert found is not None and "disk is full" in found.found
-    assert (found.field, found.code) == ("replay.directory", StatusCode.RESOURCE_EXHAUSTED)
-    assert not store.seen("run", sample.sample_id)
-    store._db.execute("PRAGMA max_page_count=1000000")
-    assert store.accept("run", [sample]) == [True]
-    assert sample.sample_id in all_drawn(store)
 
 
 def figures(store: SampleStore) -> tuple[int, int, int]:

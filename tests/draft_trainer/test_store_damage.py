@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 import os
 import random
+import shutil
 import sqlite3
 from collections import Counter
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -22,6 +22,7 @@ from draft_trainer.ingest.store import ARENA, SampleStore
 from slipstream.errors import RefusedError, StatusCode
 from slipstream.v1 import draft_trainer_pb2 as pb
 from tests.draft_trainer.samples import all_drawn, is_intact, open_store, put, times_drawn
+from tests.draft_trainer.test_full_disk import full_disk
 
 CAPACITY = 1 << 20
 SAMPLES = 400
@@ -87,7 +88,7 @@ def works(store: SampleStore, name: str = "new") -> None:
 
 
 @pytest.mark.parametrize("running", [True, False])
-def test_damaged_blocks_are_dropped_by_name_and_the_others_train(
+def test_damaged_samples_are_dropped_by_name(
     tmp_path: Path,
     reopen: Callable[[], SampleStore],
     evicted: Counter[str],
@@ -113,9 +114,7 @@ def test_damaged_blocks_are_dropped_by_name_and_the_others_train(
     assert store.counts().nbytes == 0
 
 
-def test_damaged_held_out_samples_do_not_reach_the_gate(
-    tmp_path: Path, evicted: Counter[str]
-) -> None:
+def test_damaged_held_out_samples_are_dropped(tmp_path: Path, evicted: Counter[str]) -> None:
     count: Callable[[str, int], None] = lambda reason, n: evicted.update({reason: n})  # noqa: E731
     store = open_store(tmp_path, CAPACITY, held_out_fraction=0.5, on_evicted=count)
     filled(store)
@@ -152,7 +151,7 @@ ROWS = (
         *((change, True) for change in ("seal = seal + 1", "start = 'x'", "size = NULL")),
     ],
 )
-def test_rows_that_say_something_else_than_was_accepted_are_dropped(
+def test_damaged_index_rows_are_dropped(
     reopen: Callable[[], SampleStore], evicted: Counter[str], change: str, running: bool
 ) -> None:
     store = filled(reopen())
@@ -215,7 +214,7 @@ def another_format(path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", [middle, several, root, header, everything, cut, another_format])
-def test_a_damaged_index_costs_what_cannot_be_read(
+def test_damaged_index_is_rebuilt_at_start(
     tmp_path: Path,
     reopen: Callable[[], SampleStore],
     evicted: Counter[str],
@@ -244,7 +243,7 @@ def test_a_damaged_index_costs_what_cannot_be_read(
 
 
 @pytest.mark.parametrize("damage", [middle, several, everything, cut, empty])
-def test_an_index_that_is_damaged_under_a_running_trainer(
+def test_damaged_index_is_rebuilt_while_running(
     tmp_path: Path,
     reopen: Callable[[], SampleStore],
     evicted: Counter[str],
@@ -268,70 +267,30 @@ def test_an_index_that_is_damaged_under_a_running_trainer(
     assert store.draws > last
 
 
-def test_a_repair_that_meets_a_full_disk_is_tried_again(
-    tmp_path: Path, reopen: Callable[[], SampleStore], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("room", [0, 48 << 10], ids=["none", "for a part of the rows"])
+def test_index_repair_on_a_full_disk_loses_no_row(
+    tmp_path_factory: pytest.TempPathFactory, room: int
 ) -> None:
-    store = filled(reopen())
+    folder, copy = tmp_path_factory.mktemp("store"), tmp_path_factory.mktemp("copy")
+    store = filled(open_store(folder, CAPACITY, max_epochs=2))
     store._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
     store._db.execute("PRAGMA shrink_memory")
-    several(tmp_path / FILE)
-    connect = sqlite3.connect
-
-    def small(path: Path, **options: Any) -> sqlite3.Connection:
-        connection = connect(path, **options)
-        if path.name.endswith("-rebuilt"):
-            # SQLite's own answer to a full disk, after some rows.
-            connection.execute("PRAGMA max_page_count=12")
-        return connection
-
-    with monkeypatch.context() as patch:
-        patch.setattr(sqlite3, "connect", small)
+    several(folder / FILE)
+    shutil.copytree(folder, copy, dirs_exist_ok=True)
+    with full_disk(room):
         for _ in range(2):
-            with pytest.raises(RefusedError, match="disk is full") as caught:
+            with pytest.raises(RefusedError) as caught:
                 drained(store)
-            assert caught.value.code == StatusCode.RESOURCE_EXHAUSTED
-            assert not (tmp_path / f"{FILE}-rebuilt").exists()
-    assert len(drained(store)) > SAMPLES // 3
-    works(store)
-
-
-def test_a_repair_without_space_to_open_the_damaged_file_gives_no_row_up(
-    tmp_path: Path,
-    reopen: Callable[[], SampleStore],
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    store = filled(reopen())
-    store._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
-    before, draws = store.counts(), store.draws
-    monkeypatch.setattr(store._db, "_repairing", "a damaged row")
-    connect = sqlite3.connect
-
-    class NoSpace(sqlite3.Connection):
-        def execute(self, *_: object) -> sqlite3.Cursor:
-            error = sqlite3.OperationalError("disk I/O error")
-            error.sqlite_errorcode = sqlite3.SQLITE_IOERR_SHMSIZE
-            raise error
-
-    def full(path: Path, **options: Any) -> sqlite3.Connection:
-        # Only the file that is read; there is space again when the new one is committed.
-        return connect(
-            path, **options, factory=NoSpace if path.name == FILE else sqlite3.Connection
-        )
-
-    with monkeypatch.context() as patch:
-        patch.setattr(sqlite3, "connect", full)
-        with pytest.raises(RefusedError, match="disk I/O error") as caught:
-            store.counts()
-        assert caught.value.code == StatusCode.RESOURCE_EXHAUSTED
-    assert store.counts() == before and store.draws == draws
-    # Of the repair that ends, the cause of the first one is told.
-    assert "is damaged (a damaged row)" in caplog.text
+            assert caught.value.code is StatusCode.RESOURCE_EXHAUSTED
+            assert not (folder / f"{FILE}-rebuilt").exists()
+    seen = drained(store)
+    with_space = drained(open_store(copy, CAPACITY, max_epochs=2))
+    assert seen.keys() == with_space.keys() and len(seen) > SAMPLES // 3
     works(store)
 
 
 @pytest.mark.parametrize("running", [True, False])
-def test_any_damage_at_all_is_survived(
+def test_random_index_damage_is_survived(
     tmp_path: Path, reopen: Callable[[], SampleStore], running: bool
 ) -> None:
     rng = random.Random(int(running))
@@ -357,7 +316,7 @@ def test_any_damage_at_all_is_survived(
         store.close()
 
 
-def test_a_damaged_log_costs_what_was_not_in_the_file_yet(
+def test_damaged_write_ahead_log_is_survived(
     tmp_path: Path, reopen: Callable[[], SampleStore]
 ) -> None:
     store = filled(reopen())
@@ -373,7 +332,7 @@ def test_a_damaged_log_costs_what_was_not_in_the_file_yet(
     works(store)
 
 
-def test_a_damaged_policy_matrix_costs_the_samples_of_its_versions(
+def test_damaged_policy_matrix_drops_its_samples(
     tmp_path: Path, reopen: Callable[[], SampleStore], evicted: Counter[str]
 ) -> None:
     store = reopen()
@@ -396,7 +355,7 @@ def test_a_damaged_policy_matrix_costs_the_samples_of_its_versions(
     assert len(list((tmp_path / "policies").iterdir())) == 3
 
 
-def test_samples_of_a_version_that_was_pushed_out_are_stale_after_a_kill_not_damaged(
+def test_samples_of_forgotten_version_are_stale_after_kill(
     reopen: Callable[[], SampleStore], evicted: Counter[str]
 ) -> None:
     store = reopen()
@@ -417,7 +376,7 @@ def test_samples_of_a_version_that_was_pushed_out_are_stale_after_a_kill_not_dam
     assert run.heads.versions == (2,) and evicted == {"stale": 3}
 
 
-def test_samples_beyond_a_lag_that_was_lowered_are_stale(
+def test_samples_beyond_lowered_policy_lag_are_stale(
     reopen: Callable[[], SampleStore], evicted: Counter[str]
 ) -> None:
     store = reopen()
@@ -430,7 +389,7 @@ def test_samples_beyond_a_lag_that_was_lowered_are_stale(
     assert run.heads.versions == (4, 5) and evicted == {"stale": 3}
 
 
-def test_damaged_facts_are_as_if_they_were_not_there(
+def test_damaged_index_facts_are_dropped(
     reopen: Callable[[], SampleStore], caplog: pytest.LogCaptureFixture
 ) -> None:
     store = filled(reopen())
@@ -447,7 +406,7 @@ def test_damaged_facts_are_as_if_they_were_not_there(
     works(store)
 
 
-def test_facts_that_are_lost_from_the_file_of_a_running_trainer_go_on(
+def test_index_facts_survive_damage_while_running(
     tmp_path: Path, reopen: Callable[[], SampleStore], evicted: Counter[str]
 ) -> None:
     store = reopen()
@@ -471,7 +430,7 @@ def test_facts_that_are_lost_from_the_file_of_a_running_trainer_go_on(
     assert times_drawn(store, ("before", "after")) == {"before": 1, "after": 0}
 
 
-def test_draws_of_lost_samples_are_not_those_of_samples_that_get_their_numbers(
+def test_draws_of_lost_samples_do_not_count_for_new_ones(
     tmp_path: Path, reopen: Callable[[], SampleStore]
 ) -> None:
     store = reopen()

@@ -22,7 +22,7 @@ def _run(folder: Path, kills: int, capacity: int) -> dict[str, Any]:
     return figures
 
 
-def test_with_room_for_everything_nothing_is_lost_or_trained_twice(tmp_path: Path) -> None:
+def test_store_kills_lose_and_repeat_no_sample(tmp_path: Path) -> None:
     figures = _run(tmp_path, kills=30, capacity=1 << 23)
     wrong = ("forgotten", "lost", "miscounted", "unsaved", "trained_too_often", "left")
     assert {name: figures[name] for name in wrong} == dict.fromkeys(wrong, 0)
@@ -30,7 +30,7 @@ def test_with_room_for_everything_nothing_is_lost_or_trained_twice(tmp_path: Pat
     assert figures["kills"] == 30 and figures["acknowledged"] > 300
 
 
-def test_without_room_samples_give_way_but_are_never_others_bytes(tmp_path: Path) -> None:
+def test_store_kills_at_capacity_never_mix_samples(tmp_path: Path) -> None:
     """A worker checks the bytes of every sample that it draws, and ends if one is not its own."""
     capacity = 1 << 15
     figures = _run(tmp_path, kills=20, capacity=capacity)

@@ -22,18 +22,19 @@ SIZE = aligned(nbytes(16))
 
 
 def evict_all(store: SampleStore) -> list[str]:
-    """Evict one after the other; the ids in that order."""
-    order = []
-    left = [f"s{i}" for i in range(100)]
-    while store._evict_worst(1):
+    """Take the space of one sample after the other; the ids in that order."""
+    order: list[str] = []
+    left, taken = [f"s{i}" for i in range(100)], []
+    while store.counts().resident:
+        taken.append(store.reserve(nbytes(16)))
         resident = times_drawn(store, left)
         order += [name for name in left if name not in resident and store.seen("run", name)]
         left = [name for name in left if name in resident]
     return order
 
 
-def test_what_is_evicted_is_exhausted_then_old_then_trained_then_early(tmp_path: Path) -> None:
-    store = open_store(tmp_path, 20 * SIZE, max_epochs=3)
+def test_eviction_order(tmp_path: Path) -> None:
+    store = open_store(tmp_path, 8 * SIZE, max_epochs=3)
     store.begin("run", {})
     for i in range(8):
         put(store, f"s{i}", version=i // 4)
@@ -62,7 +63,7 @@ def test_viewed_samples_are_not_evicted(tmp_path: Path) -> None:
     assert all(is_intact(sample) for sample in viewed)
 
 
-def test_the_order_is_that_of_the_seed_and_not_of_what_was_drawn_before(tmp_path: Path) -> None:
+def test_draw_order_follows_the_seed(tmp_path: Path) -> None:
     def drawn_after(interruptions: int, seed: int) -> list[str]:
         folder = tmp_path / f"{interruptions}-{seed}"
         store = open_store(folder, 1 << 18, max_epochs=3, seed=seed)
@@ -83,7 +84,7 @@ def test_the_order_is_that_of_the_seed_and_not_of_what_was_drawn_before(tmp_path
     assert drawn_after(0, 1) == drawn_after(9, 1) != drawn_after(0, 2)
 
 
-def test_against_a_model_that_sorts(tmp_path: Path) -> None:
+def test_store_order_matches_a_sorting_model(tmp_path: Path) -> None:
     """Random arrivals, draws, undone draws and evictions."""
     rng = random.Random(0)
     store = open_store(tmp_path, 1 << 20, max_epochs=3, held_out_fraction=0.3)

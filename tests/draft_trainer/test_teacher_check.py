@@ -88,7 +88,7 @@ def head(rows: Tensor, bias: Tensor | None = None, form: LogitForm = PLAIN) -> P
         (torch.bfloat16, 0.3),
     ],
 )
-def test_what_was_announced_has_mass_one(dtype: torch.dtype, form: LogitForm, scale: float) -> None:
+def test_announced_teacher_has_mass_one(dtype: torch.dtype, form: LogitForm, scale: float) -> None:
     """Logits from about 1 to about 60, at two temperatures; as it is checked, and trained on."""
     rows, bias = weights(scale)
     announced = bias if form is FORM else None
@@ -112,7 +112,7 @@ def test_what_was_announced_has_mass_one(dtype: torch.dtype, form: LogitForm, sc
 @pytest.mark.parametrize("kernels", ["on", "off"])
 @pytest.mark.parametrize("compute", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_loss_sees_the_same_teacher(
+def test_loss_uses_the_checked_teacher(
     dtype: torch.dtype, compute: torch.dtype, kernels: Mode
 ) -> None:
     """Whatever the draft's own products are computed in, nothing lies outside a full vocabulary."""
@@ -165,7 +165,7 @@ def _renormalised(sample: Sample) -> Sample:
         if vocabulary != "draft" or field != "teacher.mass"
     ],
 )
-def test_what_was_not_announced_is_refused(what: str, vocabulary: str) -> None:
+def test_unannounced_sampling_is_refused(what: str, vocabulary: str) -> None:
     make, field, cause = WRONG[what]
     rows, _ = weights()
     own, ids = head(rows), EVERY
@@ -182,7 +182,7 @@ def test_what_was_not_announced_is_refused(what: str, vocabulary: str) -> None:
     assert cause in found.refusal.next_step or cause.replace("\\", "") in found.refusal.next_step
 
 
-def test_a_small_bias_is_found_by_the_mass_of_a_float32_policy() -> None:
+def test_small_unannounced_bias_is_refused() -> None:
     rows, _ = weights()
     bias = torch.where(torch.arange(VOCAB) % 2 == 0, 0.015, -0.3)
     sample = made(rows, bias)
@@ -190,7 +190,7 @@ def test_a_small_bias_is_found_by_the_mass_of_a_float32_policy() -> None:
     assert found.refusal is not None
 
 
-def test_one_rounded_logit_refuses_nothing() -> None:
+def test_one_rounded_logit_is_accepted() -> None:
     rows, _ = weights(2.0)
     sample = made(rows)
     logits = sample.sampled_logits.clone()
@@ -199,7 +199,7 @@ def test_one_rounded_logit_refuses_nothing() -> None:
     assert found.refusal is None
 
 
-def test_samples_are_judged_one_by_one() -> None:
+def test_teacher_check_judges_samples_one_by_one() -> None:
     rows, bias = weights()
     samples = [made(rows), made(rows, bias), made(rows)]
     found = TeacherCheck(EVERY).check(samples, head(rows))
@@ -209,7 +209,7 @@ def test_samples_are_judged_one_by_one() -> None:
     assert one.refusal is None and ROWS > 1
 
 
-def test_the_trained_policy_passes_and_another_temperature_does_not(policy_dir: Path) -> None:
+def test_teacher_check_finds_wrong_temperature(policy_dir: Path) -> None:
     """In bfloat16, as it is trained: its own logits, which torch multiplies in another order."""
     model = AutoModelForCausalLM.from_pretrained(policy_dir, dtype=torch.bfloat16).eval()
     generator = torch.Generator().manual_seed(0)
@@ -241,7 +241,7 @@ def test_the_trained_policy_passes_and_another_temperature_does_not(policy_dir: 
     assert [each.refusal is None for each in found] == [True, True, False, False]
 
 
-def test_the_service_refuses_counts_and_goes_on(tmp_path: Path) -> None:
+def test_service_refuses_wrong_teacher_and_goes_on(tmp_path: Path) -> None:
     """Over the wire: a bias that OpenRun announced is applied, one that it did not is refused."""
     bias = torch.randn(VOCAB, generator=torch.Generator().manual_seed(1))
     policy = Policy()
@@ -284,7 +284,7 @@ def test_the_service_refuses_counts_and_goes_on(tmp_path: Path) -> None:
         assert [ack.refusal.field for ack in acks] == ["", "teacher.logits"]
 
 
-def test_no_refused_sample_makes_the_sum_of_the_masses_useless(tmp_path: Path) -> None:
+def test_refused_sample_keeps_mass_metric_finite(tmp_path: Path) -> None:
     first, second, third = rollouts(3)
     with feeding(make_config(tmp_path), train=False) as (server, client):
         acks = client.send(

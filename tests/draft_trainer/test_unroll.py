@@ -55,7 +55,7 @@ def test_attention_in_bfloat16_stays_near() -> None:
 
 
 @pytest.mark.parametrize("first", [1, 3])
-def test_positions_before_the_first_anchor_cost_and_change_nothing(first: int) -> None:
+def test_unroll_first_anchor_changes_no_output(first: int) -> None:
     policy, model = Policy(), head(3)
     batch = collate(policy.samples(3), policy.heads())
     with torch.no_grad():
@@ -65,7 +65,7 @@ def test_positions_before_the_first_anchor_cost_and_change_nothing(first: int) -
     assert (part - whole[:, :, first:]).abs().max() < 1e-6
 
 
-def test_padding_and_packing_change_nothing() -> None:
+def test_unroll_padding_and_packing_change_no_output() -> None:
     """A sequence alone, in a padded batch, and packed with another one: the same outputs."""
     policy, model = Policy(), head(1)
     a, b = policy.samples(2)

@@ -37,9 +37,7 @@ def ask(web: WebServer) -> bytes:
     return connection.getresponse().read()
 
 
-def test_a_client_that_sends_bit_by_bit_is_cut_off(
-    web: WebServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_web_slow_client_is_cut_off(web: WebServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "CONNECTION_SECONDS", 0.2)
     # A reset, where it was cut off before it sent anything.
     with connected(web) as slow, suppress(ConnectionError):
@@ -49,9 +47,7 @@ def test_a_client_that_sends_bit_by_bit_is_cut_off(
     assert ask(web) == b"ok"
 
 
-def test_whoever_is_beyond_the_places_is_turned_away_and_the_others_are_served(
-    web: WebServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_web_connections_are_bounded(web: WebServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "MAX_CONNECTIONS", 2)
     with connected(web) as first, connected(web) as second:
         for held in (first, second):

@@ -104,7 +104,7 @@ def _pass(
 
 
 @pytest.mark.parametrize(("temperature", "moved", "peak"), [(1.0, 361, 15.5), (0.6, 372, 16.5)])
-def test_a_pass_of_16384_tokens(temperature: float, moved: float, peak: float) -> None:
+def test_training_pass_of_16384_tokens(temperature: float, moved: float, peak: float) -> None:
     """8 rows of 2,048 tokens, K = 5, 32,000 draft tokens; no wait, whatever the temperature."""
     counts = _pass(8, 2048, 32_000, temperature)
     assert counts.waits == 0
@@ -117,14 +117,14 @@ def test_a_pass_of_16384_tokens(temperature: float, moved: float, peak: float) -
 @pytest.mark.parametrize(
     ("rows", "draft_vocab"), [(4, 32_000), (1, VOCAB)], ids=["8192 tokens", "full vocabulary"]
 )
-def test_a_pass_of_the_default_size_fits_beside_a_policy(rows: int, draft_vocab: int) -> None:
+def test_default_training_pass_fits_beside_policy(rows: int, draft_vocab: int) -> None:
     counts = _pass(rows, 2048, draft_vocab)
     assert counts.waits == 0
     assert counts.launches <= 850
     assert counts.peak_bytes <= 10.5 * GB
 
 
-def test_a_pass_of_a_block_draft_waits_for_nothing() -> None:
+def test_dflash_training_pass_waits_for_nothing() -> None:
     """Six places of five layers for each of 2,048 tokens."""
     counts = _pass(1, 2048, VOCAB, head=_dflash())
     assert counts.waits == 0
@@ -135,7 +135,7 @@ def test_a_pass_of_a_block_draft_waits_for_nothing() -> None:
 @pytest.mark.parametrize(
     ("draft_vocab", "gigabytes"), [(32_000, 4), (VOCAB, 6)], ids=["reduced", "full"]
 )
-def test_the_gate_needs_little_memory(draft_vocab: int, gigabytes: int) -> None:
+def test_gate_memory_is_bounded(draft_vocab: int, gigabytes: int) -> None:
     """8,192 anchors; with a full vocabulary half of it is the head's and the policy's matrix."""
     head = _head(draft_vocab)
     with torch.no_grad(), Counts() as counts:

@@ -27,14 +27,14 @@ def bench(tmp_path: Path) -> Bench:
 
 
 @pytest.mark.parametrize("name", ["parity", "waits", "gate"])
-def test_targets_of_the_benchmark(name: str, bench: Bench) -> None:
+def test_gpu_benchmark_targets(name: str, bench: Bench) -> None:
     section = PARTS[1][name]
     figures = section.run(bench)
     for bound in section.bounds:
         assert bound.target(figures[bound.figure]).ok, (bound, figures)
 
 
-def test_a_training_state_is_what_it_was_when_it_was_taken(bench: Bench) -> None:
+def test_training_state_copy_is_consistent(bench: Bench) -> None:
     """Steps go on while it is copied and written."""
     case = bench.parity_case
     samples, heads = rollouts(case)
@@ -51,7 +51,7 @@ def test_a_training_state_is_what_it_was_when_it_was_taken(bench: Bench) -> None
     assert all(map(math.isfinite, losses)) and losses[-1] < losses[0]
 
 
-def test_memory_drills(bench: Bench) -> None:
+def test_gpu_memory_drills(bench: Bench) -> None:
     found = sections.memory(bench)
     assert found["drills survived"] == 1.0
     assert found["outcomes"]["halved"] >= 1 and found["outcomes"]["refused"] >= 1

@@ -53,7 +53,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
     return Device(monkeypatch)
 
 
-def test_a_step_is_made_again_by_half_passes(device: Device) -> None:
+def test_step_out_of_memory_is_retried_by_halves(device: Device) -> None:
     policy = Policy()
     samples = policy.samples(40)
     whole, halved = Learner(head(0), CONFIG), Learner(head(0), CONFIG)
@@ -75,7 +75,7 @@ def test_a_step_is_made_again_by_half_passes(device: Device) -> None:
     assert halved.step(samples, policy.heads()).memory_retries == 1
 
 
-def test_a_step_without_room_changes_nothing(device: Device) -> None:
+def test_step_without_memory_changes_nothing(device: Device) -> None:
     policy = Policy()
     learner = Learner(head(0), CONFIG)
     before = learner.state_dict()
@@ -90,7 +90,7 @@ def test_a_step_without_room_changes_nothing(device: Device) -> None:
     assert not learner.step(policy.samples(40), policy.heads()).skipped
 
 
-def test_a_shortage_that_passes_leaves_no_tiny_passes(device: Device) -> None:
+def test_memory_shortage_leaves_no_tiny_passes(device: Device) -> None:
     """Every step begins at the size that was too much for the one before it."""
     policy, said = Policy(), list[object]()
     learner = Learner(head(0), CONFIG)
@@ -102,7 +102,7 @@ def test_a_shortage_that_passes_leaves_no_tiny_passes(device: Device) -> None:
     assert said == [f"too little for {tokens} tokens" for tokens in (200, 100, 50, 50, 50)]
 
 
-def test_a_trainer_waits_and_trains_on_what_it_put_back(tmp_path: Path, device: Device) -> None:
+def test_trainer_waits_for_device_memory(tmp_path: Path, device: Device) -> None:
     """The trainer lives, says so, and trains every sample as often as it would have."""
     device.most = 0
     with feeding(make_config(tmp_path)) as (server, client):
@@ -120,9 +120,7 @@ def test_a_trainer_waits_and_trains_on_what_it_put_back(tmp_path: Path, device: 
 
 
 @pytest.mark.parametrize(("most", "outcome", "count"), [(PASS_TOKENS // 2, 1.0, 1), (1, None, 2)])
-def test_the_gate_asks_for_half_and_then_passes_nothing(
-    most: int, outcome: float | None, count: int
-) -> None:
+def test_gate_out_of_memory_halves_its_pass(most: int, outcome: float | None, count: int) -> None:
     counters = Counters()
     gate = Gate(*[SimpleNamespace()] * 3, counters, lambda: (3, "greedy"))  # type: ignore[arg-type]
 
@@ -135,7 +133,7 @@ def test_the_gate_asks_for_half_and_then_passes_nothing(
     assert counters.device_memory.labels("gate")._value.get() == count
 
 
-def test_chunks_keep_within_the_processs_share(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunks_keep_within_gpu_memory_fraction(monkeypatch: pytest.MonkeyPatch) -> None:
     device, gib = torch.device("cuda", 0), 1 << 30
     for name, found in (
         ("mem_get_info", (60 * gib, 80 * gib)),

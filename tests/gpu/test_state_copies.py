@@ -63,7 +63,7 @@ def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return found
 
 
-def test_weights_wait_for_their_copies_and_the_writer_too(tmp_path: Path, log: list[str]) -> None:
+def test_step_and_writer_wait_for_state_copies(tmp_path: Path, log: list[str]) -> None:
     policy, learner = Policy(), Learner(head(0), CONFIG)
     states = LearnerStates(tmp_path, {}, 1)
     learner.step(policy.samples(8), policy.heads())
@@ -85,7 +85,7 @@ def test_weights_wait_for_their_copies_and_the_writer_too(tmp_path: Path, log: l
 
 
 @pytest.mark.parametrize("change", ["settle", "restart_optimizer", "load", "take_rank_0"])
-def test_every_change_waits(change: str, log: list[str]) -> None:
+def test_every_weight_change_waits_for_state_copies(change: str, log: list[str]) -> None:
     learner = Learner(head(0), CONFIG)
     before = learner.state_dict()
     learner.change_after(torch.cuda.Event())
@@ -99,7 +99,7 @@ def test_every_change_waits(change: str, log: list[str]) -> None:
     assert log == ["training waits for the copies"]
 
 
-def test_states_come_by_time_and_after_a_release(
+def test_states_are_saved_by_time_and_after_release(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = {"now": 0.0}
@@ -115,9 +115,3 @@ def test_states_come_by_time_and_after_a_release(
     assert saved == [3]
     states.save(learner, Position(1, "run", 4))
     assert states._store.wait(60.0) and saved == [3, 4]
-
-
-def test_defaults_on_a_gpu() -> None:
-    assert TrainingConfig().state_seconds == 0.0
-    assert TrainingConfig(device="cuda").state_seconds == 120.0
-    assert TrainingConfig(device="cuda", state_seconds=5.0).state_seconds == 5.0
