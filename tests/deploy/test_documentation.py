@@ -1,5 +1,5 @@
-"""docs/deployment.md against deploy/: images, secrets and options. Its commands are run by
-``tests/docs/test_shell.py``.
+"""docs/deployment.md against deploy/: images, secrets and options. The commands of Slipstream in it
+are run by ``tests/docs/test_shell.py``.
 """
 
 from __future__ import annotations
@@ -73,6 +73,10 @@ def test_the_secrets_are_those_that_the_overlay_mounts() -> None:
     for name, keys in needed.items():
         assert keys <= made[name], name
     assert made["slipstream-tokens"] == needed["slipstream-tokens"]
+    # The certificates have the names by which the trainer and Prometheus check them.
+    hosts = re.findall(r"`for host in ([^`]*)`", PAGE)[0].split()
+    checked = set(re.findall(r"'serverName': '([\w-]+)'", str(overlay("secure"))))
+    assert checked | {trainer_config(overlay("secure")).credentials.server_name} == {*hosts}
 
 
 def test_the_bridge_has_the_credentials_that_the_overlay_mounts() -> None:
