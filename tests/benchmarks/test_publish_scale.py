@@ -13,7 +13,7 @@ from draft_trainer.releases.spread import FAN_OUT, MOST_SENT
 THREADS = 256
 
 
-def test_what_the_trainer_sends_is_the_same_for_a_hundred_times_the_servers(tmp_path: Path) -> None:
+def test_trainer_egress_is_constant_in_fleet_size(tmp_path: Path) -> None:
     few = simulate(Scenario(), 20, THREADS, tmp_path / "few")
     many = simulate(Scenario(), 2000, 2048, tmp_path / "many")
     assert few["egress_drafts"] == many["egress_drafts"] <= MOST_SENT
@@ -26,7 +26,7 @@ def test_what_the_trainer_sends_is_the_same_for_a_hundred_times_the_servers(tmp_
     assert many["stage_seconds"] - few["stage_seconds"] < 6 * one + own + 1.0
 
 
-def test_more_than_the_quorum_leaves_may_die_and_nothing_is_half_committed(tmp_path: Path) -> None:
+def test_release_commits_on_quorum_or_nowhere(tmp_path: Path) -> None:
     for share, live in ((0.02, 1), (0.2, 0)):
         row = simulate(Scenario(failing=share, quorum=0.95), 200, THREADS, tmp_path / str(share))
         assert row["live"] == live
