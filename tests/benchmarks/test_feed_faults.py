@@ -37,7 +37,7 @@ def test_feed_faults_lose_and_repeat_no_sample(tmp_path: Path) -> None:
 
 
 def books(folder: Path, answered: str) -> Books:
-    """Of a policy that captured a to d, each of 3 anchors, and was answered that."""
+    """Records of a policy that captured a to d, 3 anchors each, and got these acks."""
     (folder / CAPTURED).write_text("".join(f"{name} 3\n" for name in "abcd"))
     (folder / ANSWERED).write_text("".join(f"{name} {ACCEPTED} -\n" for name in answered))
     scratch = folder / "scratch"

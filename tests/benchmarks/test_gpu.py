@@ -125,7 +125,7 @@ def test_gpu_benchmark_without_gpu_is_refused() -> None:
 
 
 def test_training_flops_match_emulator_counts() -> None:
-    """Of the 8B draft, 16,384 tokens at K = 5: what the emulation counts, within 5 %."""
+    """The 8B draft, 16,384 tokens at K = 5: within 5 % of what the emulation counts."""
     case = gpu.sections.replace(gpu.sections.SHAPES["8B"], rows=8, ttt_steps=5)
     assert training_flops(case) == pytest.approx(176e12, rel=0.05)
 

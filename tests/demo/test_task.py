@@ -40,7 +40,7 @@ def problems(task: Task[Any]) -> list[Any]:
 
 
 def value(prompt: str) -> int:
-    """What a prompt such as ``4 7 + 8 - 3 ?`` comes to, by another way than the task's own."""
+    """Compute a prompt such as ``4 7 + 8 - 3 ?`` by another way than the task's own."""
     text = prompt.replace("?", "").strip()
     signed = text.replace("+", ";+").replace("-", ";-").split(";")
     return sum(int(part.replace(" ", "")) for part in signed)

@@ -1,4 +1,4 @@
-"""What ``--watch`` prints and serves, without the demo."""
+"""``--watch`` prints addresses and serves metrics; the demo itself is not run."""
 
 from __future__ import annotations
 

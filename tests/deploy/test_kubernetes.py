@@ -219,7 +219,7 @@ def test_network_policy_admits_policy_and_peers_only(
 
 
 def test_gpu_network_policy_opens_weight_transfer() -> None:
-    """On ports that it chooses, and with the policy's pod only."""
+    """The framework chooses the ports; only the policy's pod may use them."""
     policies = {m["metadata"]["name"]: m for m in overlay("gpu") if m["kind"] == "NetworkPolicy"}
     servers, policy = (policies[name]["spec"] for name in sorted(TRANSFERS, reverse=True))
     name = "app.kubernetes.io/name"
@@ -273,6 +273,6 @@ def test_manifests_hold_no_secret(manifests: list[Manifest]) -> None:
 
 
 def labels(manifest: Manifest) -> dict[str, str]:
-    """Of the pods that it makes; none for others."""
+    """Return the labels of the pods that a manifest makes; empty if it makes none."""
     template = manifest.get("spec", {}).get("template", {})
     return dict(template.get("metadata", {}).get("labels", {}))

@@ -125,6 +125,6 @@ def test_every_rule_has_a_promtool_test() -> None:
 
 
 def own_labels(labels: dict[str, str]) -> list[tuple[str, str]]:
-    """Those by which rules of one alert differ."""
+    """Return the labels by which rules of one alert differ."""
     names = ("severity", "measure", "versions", "seen_by", "given_up_by")
     return sorted((name, labels[name]) for name in names if name in labels)

@@ -43,7 +43,7 @@ EMPTY = {
 
 @dataclass(frozen=True)
 class Watched:
-    """What Prometheus saw, and what the server itself says about the same time."""
+    """A Prometheus, and what the server itself counted in the same time."""
 
     prometheus: LocalPrometheus
     drafts: int

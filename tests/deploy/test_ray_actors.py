@@ -1,4 +1,4 @@
-"""What an actor says of a start that fails, without a cluster."""
+"""Actors report a start that fails; no cluster is needed."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_rank_command_not_found_is_reported(monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.fixture
 def plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FleetPlan:
-    """Of one server, whose actor is Ray's first."""
+    """A fleet of one server, whose actor is started for the first time."""
     first_start = SimpleNamespace(was_current_actor_reconstructed=False)
     monkeypatch.setattr(ray, "get_runtime_context", lambda: first_start)
     port = free_ports(2)

@@ -13,7 +13,7 @@ from tests.deploy.manifests import ROOT
 
 
 def set_up(folder: Path, cache: Path) -> subprocess.CompletedProcess[str]:
-    """What ``make setup`` would run in a checkout at ``folder``."""
+    """Print what ``make setup`` would run in a checkout at ``folder``."""
     (folder / "deploy").mkdir(parents=True)
     shutil.copy(ROOT / "Makefile", folder)
     shutil.copytree(ROOT / "deploy" / "requirements", folder / "deploy" / "requirements")

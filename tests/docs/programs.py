@@ -178,7 +178,7 @@ def _end(work: Callable[[], int]) -> NoReturn:
 
 
 def _import_for(name: str, arguments: Sequence[str]) -> None:
-    """What a fork would import each time; its errors are the fork's to tell."""
+    """Import what each fork would import; the fork reports errors."""
     with suppress(ImportError):
         if name == "python":
             package = importlib.import_module(arguments[1])

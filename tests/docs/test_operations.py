@@ -113,7 +113,7 @@ def test_security_page_lists_role_of_every_method() -> None:
 
 
 def anchors(page: Path) -> set[str]:
-    """Of a page's headings, as GitHub makes them."""
+    """Return the anchors of a page's headings, as GitHub makes them."""
     titles = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
     plain = (re.sub(r"[^\w\- ]", "", title.lower()) for title in titles)
     return {text.replace(" ", "-") for text in plain}

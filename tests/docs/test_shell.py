@@ -86,12 +86,12 @@ def blocks(page: str) -> list[str]:
 
 
 def of(page: str, block: str, key: tuple[str, str]) -> bool:
-    """Whether a table's key means the block."""
+    """True if a table's key means the block."""
     return page == key[0] and block.startswith(key[1])
 
 
 def label(path: Path) -> str:
-    """How the tables name a page."""
+    """The name of a page in the tables."""
     return path.name if path.parent.name == "docs" else str(path.relative_to(ROOT))
 
 
@@ -157,7 +157,7 @@ def policy_with_head(folder: Path) -> None:
 
 
 def furnish(folder: Path, page: str) -> None:
-    """What a page says that its reader has."""
+    """Make the files that a page says its reader has."""
     for path in ROOT.iterdir():
         if path.name not in ("runs", ".git", ".venv", "site"):
             (folder / path.name).symlink_to(path)

@@ -24,7 +24,7 @@ YOURS = {
     *("data", "generation", "finals", "bridge", "version", "pipeline_ranks"),
     *("names", "dtypes", "shapes", "broadcast_weights", "whole_weights"),
 }
-"""What a snippet takes from the loop that it goes into."""
+"""Names that a snippet takes from the loop that it goes into."""
 
 
 def snippets() -> Iterator[tuple[str, str]]:

@@ -56,7 +56,7 @@ def test_other_mechanisms_config_json_odd_values_refused(kind: str, tmp_path: Pa
 
 
 def refusals(drafter: Drafter, text: str, folder: Path) -> int:
-    """How many odd values are refused, of all in all fields."""
+    """Count the odd values that are refused, trying each in every field."""
     refused = 0
     for path in paths(json.loads(text)):
         for odd in ODD:

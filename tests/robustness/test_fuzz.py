@@ -20,11 +20,11 @@ from .conftest import Rollout, Size, Trainer
 
 SEED = 0
 CALLS = (40, 1500)
-"""Of each method, in a short and in a long run."""
+"""Calls of each method, in a short and in a long run."""
 SETTLED = (0, 750)
 """Calls before the memory is looked at: in a long run, the allocator has its caches by then."""
 MORE_MEMORY = 64 << 20
-"""What the allocator may keep of a few thousand hostile messages."""
+"""Bytes that the allocator may keep of a few thousand hostile messages."""
 
 
 def fuzz(process: Process, calls: Calls, method: Method, size: Size) -> int:

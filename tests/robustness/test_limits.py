@@ -156,7 +156,7 @@ def test_oldest_silent_call_gives_way_to_others(
 
 
 class Context:
-    """Of a call that may be ended once."""
+    """The context of a call that may be aborted once."""
 
     def auth_context(self) -> dict[str, object]:
         return {}

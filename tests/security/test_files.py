@@ -1,4 +1,4 @@
-"""Who may read what is written, and that no name leads out of its folder."""
+"""Files are for their owner, and no name leads out of its folder."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ OTHERS = 0o077
 
 
 def modes(folder: Path) -> dict[str, int]:
-    """What group and others may do, by path; nothing for what lies behind a closed folder."""
+    """Mode bits of group and others by path, without what lies behind a closed folder."""
     found = {}
     for path in (folder, *folder.rglob("*")):
         above = [p for p in path.parents if folder in (p, *p.parents)]

@@ -91,7 +91,7 @@ def token_files(folder: Path) -> TokenFiles:
 
 
 def call(address: str, credentials: ClientCredentials, method: str = "GetState") -> grpc.StatusCode:
-    """What one call ends with."""
+    """Make one call and return its status."""
     requests = {"GetState": pb.GetStateRequest, "Commit": pb.CommitRequest}
     with open_channel(address, credentials=credentials) as channel:
         stub = pb_grpc.RolloutServerStub(channel)

@@ -1,4 +1,4 @@
-"""What is refused before anything starts: where to listen, and with which files."""
+"""Refusals before anything starts: addresses to listen on, and files."""
 
 from __future__ import annotations
 
