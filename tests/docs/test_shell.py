@@ -19,7 +19,6 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -95,43 +94,27 @@ def label(path: Path) -> str:
     return path.name if path.parent.name == "docs" else str(path.relative_to(ROOT))
 
 
-@dataclass
-class Reader:
-    """A reader with a shell.
-
-    Attributes:
-        folder: with all that the checkout has.
-        programs: of the socket in it and of ``bin``.
-        changed: texts of a page by what they are here.
-        env: of the shell.
-    """
-
-    folder: Path
-    programs: Path
-    changed: dict[str, str]
-    env: dict[str, str]
-
-    def type(self, page: str) -> subprocess.CompletedProcess[str]:
-        """Every block of the page, in one shell."""
-        script = "trap 'echo \"failed: $BASH_COMMAND\" >&2' ERR\n"
-        script += "".join(f"{program}() {{ :; }}\n" for program in NOT_RUN)
-        for block in blocks(page):
-            for key, text in BEFORE.items():
-                if of(page, block, key):
-                    script += text + "\n"
-            script += block
-        for printed, here in self.changed.items():
-            script = script.replace(printed, here)
-        return subprocess.run(
-            ["bash", "-e", "-c", script],
-            cwd=self.folder,
-            env=self.env,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=DEADLINE,
-            check=False,
-        )
+def run_page(
+    page: str, folder: Path, changed: dict[str, str], env: dict[str, str]
+) -> subprocess.CompletedProcess[str]:
+    """Run every block of the page in one shell, with some texts of it ``changed``."""
+    script = "trap 'echo \"failed: $BASH_COMMAND\" >&2' ERR\n"
+    script += "".join(f"{program}() {{ :; }}\n" for program in NOT_RUN)
+    for block in blocks(page):
+        script += "".join(f"{text}\n" for key, text in BEFORE.items() if of(page, block, key))
+        script += block
+    for printed, here in changed.items():
+        script = script.replace(printed, here)
+    return subprocess.run(
+        ["bash", "-e", "-c", script],
+        cwd=folder,
+        env=env,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE,
+        check=False,
+    )
 
 
 class Answers(Completions):
@@ -261,7 +244,7 @@ def test_shell_blocks_of_page_run_in_order(page: str, tmp_path: Path, programs: 
             trainer, control = stack.enter_context(services(tmp_path / "services"))
             env["TRAINER"] = trainer
             changed["127.0.0.1:50061"] = control
-        done = Reader(folder, programs, changed, env).type(page)
+        done = run_page(page, folder, changed, env)
     assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
 
 
