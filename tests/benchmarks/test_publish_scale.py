@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -40,10 +39,3 @@ def test_every_scenario_ends_on_one_release(tmp_path: Path, name: str) -> None:
     assert row["live"] == 1 and row["ready_on_another"] == 0
     assert row["ready_on_it"] == 300 - row["unreachable"]
     assert row["egress_drafts"] <= MOST_SENT
-
-
-def test_a_longer_way_takes_longer(tmp_path: Path) -> None:
-    near = simulate(Scenario(), 100, THREADS, tmp_path / "near")
-    far = simulate(Scenario(Network(regions=3)), 100, THREADS, tmp_path / "far")
-    slow = simulate(Scenario(replace(Network(), link=1e8)), 100, THREADS, tmp_path / "slow")
-    assert near["stage_seconds"] < far["stage_seconds"] < slow["stage_seconds"]
