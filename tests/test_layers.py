@@ -92,7 +92,7 @@ def layer_of(module: str) -> int:
 
 
 @pytest.mark.parametrize("package", FORBIDDEN)
-def test_no_package_imports_another(package: str) -> None:
+def test_packages_import_no_other_package(package: str) -> None:
     files = modules(ROOT / package)
     assert files
     for path in files:
@@ -103,7 +103,7 @@ def test_no_package_imports_another(package: str) -> None:
         assert not packages(path) & {"pickle", "cloudpickle", "dill", "joblib"}, path
 
 
-def test_no_module_of_the_trainer_imports_upward() -> None:
+def test_trainer_modules_import_no_upper_layer() -> None:
     upward = []
     for path in modules(ROOT / "draft_trainer"):
         module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
@@ -117,7 +117,7 @@ def test_no_module_of_the_trainer_imports_upward() -> None:
 
 
 @pytest.mark.parametrize("package", CORES)
-def test_the_core_of_a_package_knows_neither_grpc_nor_prometheus(package: str) -> None:
+def test_core_modules_import_no_grpc_or_prometheus(package: str) -> None:
     for name in CORES[package]:
         paths = list((ROOT / package).glob(f"{name}.py"))
         assert paths, name

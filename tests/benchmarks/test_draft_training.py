@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import json
 import zipfile
-from collections.abc import Iterable
-from importlib import metadata
 from pathlib import Path
 
 import pytest
-from packaging.requirements import Requirement
-from packaging.utils import canonicalize_name
 
 from benchmarks.draft_training import case as cases
 from benchmarks.draft_training import contestants
@@ -21,7 +17,7 @@ from benchmarks.workers import WorkerProcess
 TINY = Case("tiny", 32, 64, 4, 2, 8, 96, 48, rows=2, tokens=12, ttt_steps=2)
 
 
-def test_ours_alone(
+def test_benchmark_trains_tiny_case_in_both_dtypes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Both types learn the same case."""
@@ -36,7 +32,7 @@ def test_ours_alone(
     assert "tiny float32 K=2" in capfd.readouterr().out
 
 
-def test_targets_are_against_the_fastest_and_the_leanest_peer() -> None:
+def test_targets_compare_with_fastest_and_leanest_peer() -> None:
     """The two need not be one peer; a ratio is the median over rounds of the same round."""
     result = CaseResult(
         cases.SHAPES["A"],
@@ -51,30 +47,7 @@ def test_targets_are_against_the_fastest_and_the_leanest_peer() -> None:
     assert "lean" in memory.name and memory.value == 12 / 11 and not memory.ok
 
 
-def _needed(names: Iterable[str]) -> set[str]:
-    """With what they need, as it is installed here."""
-    found: set[str] = set()
-    left = [*names]
-    while left:
-        name = canonicalize_name(left.pop())
-        if name not in found:
-            found.add(name)
-            asked = map(Requirement, metadata.requires(name) or ())
-            left += [a.name for a in asked if a.marker is None or a.marker.evaluate({"extra": ""})]
-    return found
-
-
-def test_speculators_needs_only_torch_and_transformers_beside_its_own_packages() -> None:
-    own = {
-        canonicalize_name(Requirement(text).name)
-        for text in contestants.REQUIREMENTS["speculators"]
-    }
-    # What its modules import beside datasets.
-    assert own >= {"datasets", "hs-connectors", "openai", "pydantic", "pydantic-core"}
-    assert _needed(["openai", "pydantic"]) <= own | _needed(["torch", "transformers"])
-
-
-def test_a_peer_has_its_own_packages_and_behind_them_the_callers(
+def test_peer_imports_its_own_package_versions_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wheel = tmp_path / "own-1.0-py3-none-any.whl"

@@ -17,7 +17,7 @@ PATIENCE = 180.0
 RUN = "run"
 
 
-def test_nothing_acknowledged_is_lost_or_trained_twice(tmp_path: Path) -> None:
+def test_feed_faults_lose_and_repeat_no_sample(tmp_path: Path) -> None:
     # Those over gRPC last: one change of the transport.
     last = ("both killed", "byte flipped in a message")
     plan = [(fault, GRPC if fault.name in last else SHARED_MEMORY) for fault in FAULTS]
@@ -37,7 +37,7 @@ def test_nothing_acknowledged_is_lost_or_trained_twice(tmp_path: Path) -> None:
 
 
 def books(folder: Path, answered: str) -> Books:
-    """Of a policy that captured a to d, each of 3 anchors, and was answered that."""
+    """Records of a policy that captured a to d, 3 anchors each, and got these acks."""
     (folder / CAPTURED).write_text("".join(f"{name} 3\n" for name in "abcd"))
     (folder / ANSWERED).write_text("".join(f"{name} {ACCEPTED} -\n" for name in answered))
     scratch = folder / "scratch"
@@ -58,16 +58,16 @@ def ledger(folder: Path, draws: dict[str, int]) -> Path:
     return held
 
 
-def test_the_books_find_what_is_lost(tmp_path: Path) -> None:
+def test_audit_finds_lost_samples(tmp_path: Path) -> None:
     found = books(tmp_path, "abc").audit(ledger(tmp_path, {"a": 2, "b": 1}), drained=False)
     assert (found.lost, found.twice, found.held) == (["c"], [], 2)
 
 
-def test_the_books_find_what_was_trained_on_too_seldom(tmp_path: Path) -> None:
+def test_audit_finds_samples_trained_too_seldom(tmp_path: Path) -> None:
     found = books(tmp_path, "ab").audit(ledger(tmp_path, {"a": 2, "b": 1, "c": 2}), drained=True)
     assert (found.lost, found.twice) == (["b"], [])
 
 
-def test_the_books_find_what_was_taken_or_trained_on_twice(tmp_path: Path) -> None:
+def test_audit_finds_samples_accepted_or_trained_twice(tmp_path: Path) -> None:
     found = books(tmp_path, "aab").audit(ledger(tmp_path, {"a": 2, "b": 3}))
     assert (found.lost, found.twice) == ([], ["a", "b"])

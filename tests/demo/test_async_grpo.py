@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 import threading
 from collections.abc import Mapping, Sequence
@@ -16,8 +15,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from examples.arithmetic_grpo.grpo import pad_batch, update
-from examples.async_grpo.__main__ import Arm, figures_of, main, table_of, targets_of
-from examples.async_grpo.loop import Ahead, AsyncGrpo, AsyncSettings, AsyncStep
+from examples.async_grpo.__main__ import main
+from examples.async_grpo.loop import Ahead, AsyncGrpo, AsyncSettings
 from policy_bridge.adapters.completions import Completion
 
 SETTINGS = AsyncSettings(steps=5, lag=1, prompts=2, samples=2, learning_rate=1e-4)
@@ -67,7 +66,7 @@ class Server:
 
 
 @pytest.mark.parametrize("lag", [0, 1, 2, 4])
-def test_a_batch_begins_once_the_version_that_its_lag_allows_is_live(lag: int) -> None:
+def test_async_batch_starts_at_oldest_allowed_version(lag: int) -> None:
     server = Server()
     ahead = Ahead(server, replace(SETTINGS, lag=lag), seed=0)
     for index in range(SETTINGS.steps):
@@ -84,7 +83,7 @@ def test_a_batch_begins_once_the_version_that_its_lag_allows_is_live(lag: int) -
     assert len(server.begun) == SETTINGS.steps * SETTINGS.prompts
 
 
-def test_problems_of_a_batch_are_the_same_whatever_the_lag() -> None:
+def test_async_lag_does_not_change_prompts() -> None:
     prompts = []
     for lag in (0, 4):
         ahead = Ahead(Server(), replace(SETTINGS, lag=lag), seed=3)
@@ -101,7 +100,7 @@ def model(policy_dir: Path) -> Any:
     )
 
 
-def test_a_run_ships_its_training_passes_with_the_versions_of_the_rollouts(model: Any) -> None:
+def test_async_loop_ships_rollout_policy_versions(model: Any) -> None:
     server = Server(fails=3)
     steps = AsyncGrpo(model, server, server, SETTINGS, seed=0).run()  # type: ignore[arg-type]
     assert [step.step for step in steps] == [0, 1, 2, 3, 4] and server.version == 5
@@ -118,7 +117,7 @@ def test_a_run_ships_its_training_passes_with_the_versions_of_the_rollouts(model
         assert not (shipped["sampled_logprobs"][shipped["loss_mask"]] == -1.0).any()
 
 
-def test_the_update_takes_the_rollouts_log_probs_and_its_capture_changes_no_bit(model: Any) -> None:
+def test_update_gradients_bit_equal_with_capture(model: Any) -> None:
     tokens = [[5, 6, 7], [8, 9, 10]]
     advantages = torch.tensor([1.0, -1.0])
     batch = pad_batch([[1, 4], [1, 4, 5]], tokens, advantages, 0, [[-3.0, -2.0, -1.0]] * 2)
@@ -136,55 +135,10 @@ def test_the_update_takes_the_rollouts_log_probs_and_its_capture_changes_no_bit(
     assert on_policy != norms[0]
 
 
-def step_of(index: int, exposed: float, lag: int) -> AsyncStep:
-    seconds = {"generation": exposed, "data": 0.1, "training": 1.0, "sync": 0.2}
-    return AsyncStep(index, seconds, 3.0, 1000, [], lag, {1: 3, 2: 1}, 0.5)
-
-
-def arm_of(lag: int, speculation: str, exposed: float, accepted: int) -> Arm:
-    pairs = {(0, 1): (100, accepted), (1, 1): (100, accepted)} if accepted else {}
-    steps = [step_of(index, exposed if index else 100.0, lag) for index in range(3)]
-    return Arm(lag, speculation, 0, steps, pairs, policy_commits=4)
-
-
-def test_targets_compare_the_arms_of_a_seed_without_the_step_that_fills_the_pipeline() -> None:
-    arms = [
-        arm_of(0, "off", 4.0, 0),
-        arm_of(0, "adapted", 3.0, 200),
-        arm_of(1, "off", 2.0, 0),
-        arm_of(1, "adapted", 1.0, 196),
-    ]
-    found = {target.name: target for target in targets_of(arms)}
-    exposed = found["seed 0, lag 1: exposed generation, adapted / no speculation"]
-    assert exposed.value == pytest.approx(0.5) and exposed.ok
-    name = "seed 0, lag 1: difference of the acceptance length from the synchronous run's"
-    assert found[name].value == pytest.approx(1 - 2.96 / 3) and found[name].ok
-    assert all(target.ok for target in found.values())
-    arms[3].steps[1] = replace(arms[3].steps[1], lag=2, failed=["x"])
-    arms[3].pairs = {(0, 1): (100, 150)}
-    missed = {target.name for target in targets_of(arms) if not target.ok}
-    assert missed == {name, "failed requests", "steps with a rollout older than the lag allows"}
-    lines = table_of(arms).splitlines()
-    assert len(lines) == 6 and lines[2].split()[:5] == ["synchronous", "0", "off", "5.30", "4.00"]
-
-
-def test_figures_are_json_with_every_pair_and_step() -> None:
-    import argparse
-
-    arms = [arm_of(1, "adapted", 1.0, 50)]
-    options = argparse.Namespace(steps=3, policy=Path.cwd() / "a" / "policy", json=Path("b.json"))
-    figures = json.loads(json.dumps(figures_of(arms, options, 9.0)))
-    assert figures["settings"] == {"steps": "3", "policy": "a/policy"}
-    [arm] = figures["arms"]
-    assert arm["pairs"][1] == {"draft": 1, "policy": 1, "drafts": 100, "accepted": 50}
-    assert len(arm["steps"]) == 3 and arm["acceptance_length"] == 1.5
-    assert arm["completions_by_policy_versions"] == {"1": 9, "2": 3}
-
-
 @pytest.mark.parametrize(
     "wrong", [["--lags", "3"], ["--samples", "1"], ["--steps", "0"], ["--draft", "nowhere"]]
 )
-def test_options_that_cannot_be_used_are_refused(
+def test_async_demo_invalid_options_refused(
     wrong: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit):

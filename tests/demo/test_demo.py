@@ -56,7 +56,7 @@ def summary(draft_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> dict:
     return json.loads(path.read_text())
 
 
-def test_nothing_is_lost(summary: dict) -> None:
+def test_demo_loses_no_sample(summary: dict) -> None:
     run = summary["run"]
     assert len(run["steps"]) == STEPS
     arms = [arm for step in run["steps"] for arm in step["arms"].values()]
@@ -67,7 +67,7 @@ def test_nothing_is_lost(summary: dict) -> None:
     assert run["bridge"]["shed"] == "{}"
 
 
-def test_every_swap_is_counted_and_every_policy_committed(summary: dict) -> None:
+def test_demo_commits_every_policy_and_counts_swaps(summary: dict) -> None:
     trainer = summary["run"]["trainer"]
     assert trainer["swaps_made"] == trainer["swaps_counted"]
     assert trainer["swaps_made"] >= 2 * STEPS
@@ -78,7 +78,7 @@ def test_every_swap_is_counted_and_every_policy_committed(summary: dict) -> None
     assert any(swap["requests_in_flight"] > 0 for swap in in_flight)
 
 
-def test_a_gated_release_was_served_and_accepts_more(summary: dict) -> None:
+def test_demo_serves_better_gated_release(summary: dict) -> None:
     last = summary["run"]["steps"][-1]
     assert last["draft_version"] >= 1
     assert last["trained_against"] is not None
@@ -93,7 +93,7 @@ def test_a_gated_release_was_served_and_accepts_more(summary: dict) -> None:
     assert last["arms"]["off"]["drafts"] == 0
 
 
-def test_the_distribution_is_untouched(summary: dict) -> None:
+def test_demo_output_distribution_unchanged(summary: dict) -> None:
     """Null: every arm draws from the policy. |z| above 4 has a false-alarm rate of 6e-5 per arm."""
     for arm, figures in summary["figures"]["surprise_against_off"].items():
         assert abs(figures["z"]) < 4, arm

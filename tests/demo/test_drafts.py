@@ -16,7 +16,7 @@ from rollout_server.served import SERVED
 
 
 @pytest.mark.parametrize("kind", get_args(DraftKind))
-def test_the_demo_has_a_draft_of_every_mechanism(kind: str, tmp_path: Path) -> None:
+def test_demo_has_draft_of_every_mechanism(kind: str, tmp_path: Path) -> None:
     options = _parse(["--draft-kind", kind])
     policy = options.policy
     if kind == "mtp":

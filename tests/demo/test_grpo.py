@@ -19,7 +19,7 @@ from examples.arithmetic_grpo.grpo import (
 )
 
 
-def test_advantages_are_normalised_within_each_group() -> None:
+def test_advantages_normalised_in_each_group() -> None:
     rewards = torch.tensor([1.0, 3.0, 5.0, 5.0])
     advantages = group_advantages(rewards, group_size=2, epsilon=0.0)
     assert advantages[:2].tolist() == [-1.0, 1.0]
@@ -27,7 +27,7 @@ def test_advantages_are_normalised_within_each_group() -> None:
     assert group_advantages(rewards, group_size=2)[2:].tolist() == [0.0, 0.0]
 
 
-def test_the_clipped_loss_is_the_papers() -> None:
+def test_clipped_loss_matches_formula() -> None:
     generator = torch.Generator().manual_seed(0)
     log_probs = torch.randn(3, 4, generator=generator)
     old = log_probs + 0.3 * torch.randn(3, 4, generator=generator)
@@ -47,14 +47,14 @@ def test_the_clipped_loss_is_the_papers() -> None:
     assert clipped > 0
 
 
-def test_rows_are_right_padded_and_masks_cover_the_completion() -> None:
+def test_pad_batch_masks_cover_completions() -> None:
     batch = pad_batch([[1, 2], [1, 2, 3]], [[4, 5, 6], [7]], torch.zeros(2), pad_id=0)
     assert batch.input_ids.tolist() == [[1, 2, 4, 5, 6], [1, 2, 3, 7, 0]]
     assert batch.attention_mask.tolist() == [[1, 1, 1, 1, 1], [1, 1, 1, 1, 0]]
     assert batch.completion_mask.int().tolist() == [[0, 0, 1, 1, 1], [0, 0, 0, 1, 0]]
 
 
-def test_passes_of_a_few_rows_give_the_whole_and_each_is_shipped(policy_dir: Path) -> None:
+def test_micro_batched_log_probs_match_and_are_shipped(policy_dir: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(policy_dir, dtype=torch.float32)
     batch = pad_batch([[1, 20, 21]] * 5, [[22, 23], [24]] * 2 + [[25]], torch.zeros(5), pad_id=0)
     shipped: list[tuple[torch.Tensor, dict[str, Any]]] = []

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from examples.arithmetic_grpo.loop import learning_rate_share
 from examples.arithmetic_grpo.records import (
     ADAPTED,
     ARMS,
@@ -29,7 +28,6 @@ from examples.arithmetic_grpo.summary import (
     net_text,
     pooled_length,
     pooled_positions,
-    pooled_seeds,
     saved_seconds,
     speed_ratios,
     surprise_against_off,
@@ -96,7 +94,7 @@ def run() -> RunRecord:
     )
 
 
-def test_counters_are_what_each_version_drafted_between_two_readings() -> None:
+def test_spec_counters_between_two_readings() -> None:
     def read(version: int, drafts: int, *accepted: int) -> dict[int, pb.AcceptanceCounters]:
         counters = pb.AcceptanceCounters(
             drafts=drafts,
@@ -117,7 +115,7 @@ def test_counters_are_what_each_version_drafted_between_two_readings() -> None:
     assert nothing.acceptance_length is None
 
 
-def test_figures_are_pooled_over_steps(run: RunRecord) -> None:
+def test_summary_pools_figures_over_steps(run: RunRecord) -> None:
     assert pooled_length(run.steps[-5:], FROZEN) == pytest.approx(2.2)
     assert pooled_length(run.steps, ADAPTED) == pytest.approx(3.1)
     assert pooled_length(run.steps, OFF) is None
@@ -130,7 +128,7 @@ def test_figures_are_pooled_over_steps(run: RunRecord) -> None:
     assert z == pytest.approx(0.01 / (2 * 48 / 2400**2) ** 0.5)
 
 
-def test_targets_and_the_files(run: RunRecord, tmp_path: Path) -> None:
+def test_summary_and_report_have_every_target(run: RunRecord, tmp_path: Path) -> None:
     targets = {target.name: target for target in targets_of(run)}
     ratio = targets["adapted acceptance length over the frozen one's, end"]
     assert ratio.value == pytest.approx(3.1 / 2.2)
@@ -151,7 +149,7 @@ def test_targets_and_the_files(run: RunRecord, tmp_path: Path) -> None:
     assert "http" not in page.replace("http-equiv", ""), "the page must be self-contained"
 
 
-def test_the_moving_part_and_how_the_draft_followed_there() -> None:
+def test_drift_figures_are_of_the_moving_part() -> None:
     # A tenth of a change of 0.8 in the steps 2 to 5: below 5 % before, above 95 % after.
     styles = [0.1, 0.1, 0.2, 0.4, 0.6, 0.88, 0.9, 0.9]
     assert moving_part(styles) == slice(2, 6)
@@ -171,22 +169,7 @@ def test_the_moving_part_and_how_the_draft_followed_there() -> None:
     assert whole.mean == pytest.approx(19 / 7)
 
 
-def test_every_seeds_targets_are_reported(run: RunRecord, tmp_path: Path) -> None:
-    one = write_summary(run, tmp_path / "summary.json")
-    assert pooled_seeds({0: one}) == one
-    pooled = pooled_seeds({0: one, 2: one})
-    assert len(pooled["targets"]) == 2 * len(one["targets"])
-    assert {target["name"].rpartition(" ")[2] for target in pooled["targets"]} == {"0", "2"}
-    assert pooled["seeds"].keys() == {"0", "2"}
-
-
-def test_the_policy_moves_to_the_end_of_the_run() -> None:
-    rates = [learning_rate_share(step, 4, 36) for step in range(36)]
-    assert max(rates) == rates[4] == 1.0
-    assert min(rates[4:]) == rates[-1] > 0.5 and rates[0] == pytest.approx(0.2)
-
-
-def test_whether_adapting_paid_is_said_with_its_figures(run: RunRecord) -> None:
+def test_summary_says_whether_adapting_paid(run: RunRecord) -> None:
     def adapted_takes(seconds: float) -> None:
         for step in run.steps:
             step.arms[ADAPTED] = replace(step.arms[ADAPTED], seconds=seconds)

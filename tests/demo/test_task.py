@@ -40,13 +40,13 @@ def problems(task: Task[Any]) -> list[Any]:
 
 
 def value(prompt: str) -> int:
-    """What a prompt such as ``4 7 + 8 - 3 ?`` comes to, by another way than the task's own."""
+    """Compute a prompt such as ``4 7 + 8 - 3 ?`` by another way than the task's own."""
     text = prompt.replace("?", "").strip()
     signed = text.replace("+", ";+").replace("-", ";-").split(";")
     return sum(int(part.replace(" ", "")) for part in signed)
 
 
-def test_answers_are_right() -> None:
+def test_task_answers_are_right() -> None:
     rng = random.Random(1)
     sums = [arithmetic.sample_problem(rng) for _ in range(PROBLEMS)]
     assert [problem.answer for problem in sums] == [value(p.prompt) for p in sums]
@@ -57,7 +57,7 @@ def test_answers_are_right() -> None:
 
 
 @pytest.mark.parametrize("style", list(Style))
-def test_a_written_solution_is_graded_correct_and_in_its_style(
+def test_task_solution_graded_correct_in_its_style(
     task: Any, problems: list[Any], style: Style
 ) -> None:
     rng = random.Random(2)
@@ -67,7 +67,7 @@ def test_a_written_solution_is_graded_correct_and_in_its_style(
     assert share > 0.95 if style is Style.ORNATE else share == 0.0
 
 
-def test_a_wrong_answer_is_not_correct_and_ornate_pays(task: Any, problems: list[Any]) -> None:
+def test_task_wrong_answer_fails_and_ornate_is_rewarded(task: Any, problems: list[Any]) -> None:
     rng = random.Random(3)
     for problem, other in zip(problems[:50], problems[50:100], strict=True):
         text = task.write_solution(problem, Style.TERSE, rng)
@@ -78,9 +78,7 @@ def test_a_wrong_answer_is_not_correct_and_ornate_pays(task: Any, problems: list
         assert reward(ornate) > reward(task.grade(problem, text)) + 0.5
 
 
-def test_texts_survive_the_tokenizer_and_fit_the_generation_limit(
-    task: Any, problems: list[Any]
-) -> None:
+def test_task_texts_round_trip_the_tokenizer(task: Any, problems: list[Any]) -> None:
     tokenizer = AutoTokenizer.from_pretrained(FOLDERS[task] / "policy")
     assert len(tokenizer) == 128
     rng = random.Random(4)
@@ -92,7 +90,7 @@ def test_texts_survive_the_tokenizer_and_fit_the_generation_limit(
         assert prompt_ids(problem, task)[1:] == asked
 
 
-def test_the_committed_policy_solves_its_task_and_its_draft_fits(task: Any) -> None:
+def test_committed_policy_solves_its_task(task: Any) -> None:
     """32 greedy answers: the recorded accuracy is 1.0 for both."""
     folder = FOLDERS[task]
     SERVED["eagle3"].check(folder / "policy", folder / "draft")

@@ -1,4 +1,4 @@
-"""What ``--watch`` prints and serves, without the demo."""
+"""``--watch`` prints addresses and serves metrics; the demo itself is not run."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def log(folder: Path, *more: str) -> Path:
     return path
 
 
-def test_without_prometheus_it_says_what_to_install(
+def test_watch_without_prometheus_says_how_to_install(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -35,7 +35,7 @@ def test_without_prometheus_it_says_what_to_install(
 
 
 @pytest.mark.skipif(shutil.which("prometheus") is None, reason=f"prometheus is missing: {INSTALL}")
-def test_with_prometheus_it_names_every_address(tmp_path: Path) -> None:
+def test_watch_with_prometheus_prints_addresses(tmp_path: Path) -> None:
     prometheus = prometheus_beside(tmp_path, PORTS)
     assert prometheus is not None
     config = (tmp_path / "prometheus" / "prometheus.yml").read_text()
@@ -48,7 +48,7 @@ def test_with_prometheus_it_names_every_address(tmp_path: Path) -> None:
     assert found["acceptance"].startswith(prometheus.url)
 
 
-def test_the_bridge_is_served_as_long_as_the_block_lasts() -> None:
+def test_watch_serves_bridge_metrics_during_run() -> None:
     port = free_port()
     url = f"http://127.0.0.1:{port}/metrics"
     with served(PolicyBridge.disabled(), port):

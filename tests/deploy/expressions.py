@@ -58,7 +58,7 @@ def annotations() -> list[Expression]:
 
 
 def documented() -> list[Expression]:
-    """What the pages ask Prometheus; ``where`` is the section."""
+    """Queries of the documentation; ``where`` is the section."""
     return [Expression(where, text) for where, text in code_blocks("promql")]
 
 
@@ -72,7 +72,7 @@ def code_blocks(language: str) -> Iterator[tuple[str, str]]:
 
 
 def filled_in(expression: str) -> str:
-    """With Grafana's variables as when everything is chosen."""
+    """Replace Grafana's variables as when everything is chosen."""
     return (
         expression.replace("$__rate_interval", "1m").replace("$job", ".*").replace("$server", ".*")
     )

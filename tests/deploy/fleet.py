@@ -170,7 +170,7 @@ def ranks_of(config: Path, address: str, size: int, cpus: float, gpus: float) ->
 
 
 def trainer_file(folder: Path, draft: Path) -> tuple[Path, str]:
-    """Its configuration, and its address."""
+    """Write a trainer's configuration; the file and the trainer's address."""
     config, port = folder / "trainer.toml", free_port()
     config.write_text(
         f"[server]\nport = {port}\nmetrics_port = 0\nshared_memory = ''\n"
@@ -215,7 +215,7 @@ def rank_pids(config: Path) -> dict[int, int]:
 
 
 def _processes(word: str) -> dict[int, bool]:
-    """Those with ``word`` on their command line; whether they are supervisors."""
+    """Processes with ``word`` on their command line; True for supervisors."""
     found = {}
     for entry in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):  # it ended meanwhile

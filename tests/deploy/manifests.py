@@ -1,4 +1,4 @@
-"""What the tests of deploy/ read: rendered overlays, and what is the same in every form."""
+"""The files of deploy/ as tests read them: rendered overlays, and parts of every form."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def container(manifests: list[Manifest], name: str) -> Manifest:
 
 
 def gpus(one: Manifest) -> int:
-    """That a container gets."""
+    """Count the GPUs of a container."""
     return int(one["resources"]["limits"].get("nvidia.com/gpu", 0))
 
 

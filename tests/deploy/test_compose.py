@@ -40,7 +40,7 @@ def compose(*arguments: str, env: dict[str, str]) -> subprocess.CompletedProcess
     pytest.skip("no Compose here: apt-get install docker-compose")
 
 
-def test_compose_reads_it() -> None:
+def test_compose_file_is_valid() -> None:
     arguments = ("--profile", "demo", "config")
     done = compose(*arguments, env={"GRAFANA_PASSWORD": "chosen"})
     assert done.returncode == 0, done.stderr
@@ -51,7 +51,7 @@ def test_compose_reads_it() -> None:
     assert done.returncode != 0 and "choose one" in done.stderr
 
 
-def test_the_trainer_and_the_policy_find_the_servers() -> None:
+def test_compose_trainer_and_policy_find_servers() -> None:
     config = load_config(FOLDER / "trainer.toml")
     hosts = [address.partition(":")[0] for address in config.publish.rollout_servers]
     assert hosts == ["rollout-0", "rollout-1"]
@@ -68,7 +68,7 @@ def test_the_trainer_and_the_policy_find_the_servers() -> None:
     assert {str(config.draft.initial), str(config.draft.registry.parent)} <= {*mounted}
 
 
-def test_the_ring_is_memory_of_both_containers() -> None:
+def test_compose_shared_memory_fits_the_bridge() -> None:
     config = load_config(FOLDER / "trainer.toml").server
     options = COMPOSE["volumes"]["ring"]["driver_opts"]
     assert options["type"] == "tmpfs"
@@ -83,7 +83,7 @@ def test_the_ring_is_memory_of_both_containers() -> None:
         assert size(limit) > size(values["size"])
 
 
-def test_prometheus_scrapes_what_there_is_and_knows_the_rules() -> None:
+def test_compose_prometheus_targets_and_rules() -> None:
     read = yaml.safe_load((FOLDER / "prometheus.yml").read_text())
     targets = {
         job["job_name"]: job["static_configs"][0]["targets"] for job in read["scrape_configs"]
@@ -98,7 +98,7 @@ def test_prometheus_scrapes_what_there_is_and_knows_the_rules() -> None:
     assert "../prometheus:/etc/prometheus/rules:ro" in SERVICES["prometheus"]["volumes"]
 
 
-def test_every_file_that_is_mounted_exists() -> None:
+def test_compose_mounted_files_exist() -> None:
     for service in SERVICES.values():
         for volume in service["volumes"]:
             source = volume.split(":")[0]
@@ -111,7 +111,7 @@ def test_every_file_that_is_mounted_exists() -> None:
                 assert source in COMPOSE["volumes"], source
 
 
-def test_services_start_in_order_and_have_bounds() -> None:
+def test_compose_services_ordered_and_bounded() -> None:
     for name, service in SERVICES.items():
         limits = service["deploy"]["resources"]["limits"]
         assert {"cpus", "memory"} <= limits.keys()

@@ -46,7 +46,7 @@ def stages(path: Path) -> dict[str, list[tuple[str, str]]]:
     return found
 
 
-def test_the_linter_finds_nothing(dockerfile: Path) -> None:
+def test_dockerfile_passes_hadolint(dockerfile: Path) -> None:
     # Where this interpreter's packages put their programs; beside it, or where PATH says.
     program = shutil.which("hadolint", path=str(Path(sys.executable).parent)) or shutil.which(
         "hadolint"
@@ -59,7 +59,7 @@ def test_the_linter_finds_nothing(dockerfile: Path) -> None:
     assert (done.returncode, done.stdout) == (0, "")
 
 
-def test_bases_are_pinned_and_nothing_runs_as_root(dockerfile: Path) -> None:
+def test_dockerfile_pinned_bases_and_non_root(dockerfile: Path) -> None:
     bases = [rest for word, rest in instructions(dockerfile) if word == "ARG" and ":" in rest]
     assert bases
     for base in bases:
@@ -71,7 +71,7 @@ def test_bases_are_pinned_and_nothing_runs_as_root(dockerfile: Path) -> None:
     assert "USER 10001:10001" in dockerfile.read_text()
 
 
-def test_what_is_copied_exists_and_reaches_the_daemon(dockerfile: Path) -> None:
+def test_dockerfile_copies_existing_unignored_files(dockerfile: Path) -> None:
     ignored = (ROOT / ".dockerignore").read_text().splitlines()
     admitted = [line[1:] for line in ignored if line.startswith("!")]
     assert "*" in ignored
@@ -87,7 +87,7 @@ def test_what_is_copied_exists_and_reaches_the_daemon(dockerfile: Path) -> None:
         assert not any(fnmatch.fnmatch(path, admit) for admit in admitted)
 
 
-def test_services_are_started_and_probed_as_they_are(dockerfile: Path) -> None:
+def test_dockerfile_entrypoints_ports_and_probes(dockerfile: Path) -> None:
     defaults = ServerConfig()
     for target, ports in {
         "draft-trainer": {defaults.port, defaults.metrics_port},
@@ -102,7 +102,7 @@ def test_services_are_started_and_probed_as_they_are(dockerfile: Path) -> None:
         assert port_of(probe[3]) in ports - {defaults.metrics_port, 8000}
 
 
-def test_vllms_entry_point_starts_no_image_and_ray_finds_its_programs() -> None:
+def test_gpu_images_override_vllm_entrypoint() -> None:
     (gpu,) = (stages(file) for file in FILES if file.name.startswith("gpu"))
     for name in gpu.keys() - {"build", "base"}:
         assert "ENTRYPOINT" in dict(gpu[name]), name
@@ -113,14 +113,14 @@ def test_vllms_entry_point_starts_no_image_and_ray_finds_its_programs() -> None:
         assert re.search(rf"apt-get install [^&]*\b{package}\b", steps["RUN"]), package
 
 
-def test_the_wheel_of_an_image_knows_its_commit(dockerfile: Path) -> None:
+def test_dockerfile_wheel_has_commit(dockerfile: Path) -> None:
     steps = stages(dockerfile)["build"]
     (built,) = (rest for word, rest in steps if word == "RUN" and re.search(r" \.$", rest))
     assert built.startswith('echo "${COMMIT}" >proto/slipstream/_commit && python -m pip ')
     assert ("ARG", 'COMMIT=""') in steps[: steps.index(("RUN", built))]
 
 
-def test_packages_are_the_lock_files(dockerfile: Path) -> None:
+def test_dockerfile_installs_locked_packages(dockerfile: Path) -> None:
     lock = (DEPLOY / "requirements" / "cpu.lock").read_text()
     names = {re.split("[=<> ]", line)[0] for line in lock.splitlines()}
     groups = re.findall(r"keep = /\^\(([^)]*)\)==/ } keep' cpu.lock", dockerfile.read_text())
@@ -138,7 +138,7 @@ def test_packages_are_the_lock_files(dockerfile: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["cpu.lock", "cuda.lock", "torch-cpu.lock"])
-def test_every_locked_package_has_hashes(name: str) -> None:
+def test_lock_files_have_hashes(name: str) -> None:
     entries = re.split(r"^(?=\S)", (DEPLOY / "requirements" / name).read_text(), flags=re.MULTILINE)
     for entry in filter(None, entries):
         assert re.match(r"[\w.-]+==\S+", entry) and "--hash=sha256:" in entry, entry

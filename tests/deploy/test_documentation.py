@@ -1,5 +1,5 @@
-"""docs/deployment.md against deploy/: images, secrets and options. Its commands are run by
-``tests/docs/test_shell.py``.
+"""docs/deployment.md against deploy/: images, secrets and options. The commands of Slipstream in it
+are run by ``tests/docs/test_shell.py``.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def commands(program: str) -> Iterator[list[str]]:
                 yield shlex.split(line)
 
 
-def test_images_are_built_from_what_there_is_and_are_those_that_run() -> None:
+def test_documented_images_are_the_deployed_ones() -> None:
     built = set()
     for words in commands("docker"):
         if words[1] == "build":
@@ -53,7 +53,7 @@ def test_images_are_built_from_what_there_is_and_are_those_that_run() -> None:
     assert used == built
 
 
-def test_the_secrets_are_those_that_the_overlay_mounts() -> None:
+def test_documented_secrets_match_secure_overlay() -> None:
     made: dict[str, set[str]] = {}
     for words in commands("kubectl"):
         if "secret" in words:
@@ -73,9 +73,13 @@ def test_the_secrets_are_those_that_the_overlay_mounts() -> None:
     for name, keys in needed.items():
         assert keys <= made[name], name
     assert made["slipstream-tokens"] == needed["slipstream-tokens"]
+    # The certificates have the names by which the trainer and Prometheus check them.
+    hosts = re.findall(r"`for host in ([^`]*)`", PAGE)[0].split()
+    checked = set(re.findall(r"'serverName': '([\w-]+)'", str(overlay("secure"))))
+    assert checked | {trainer_config(overlay("secure")).credentials.server_name} == {*hosts}
 
 
-def test_the_bridge_has_the_credentials_that_the_overlay_mounts() -> None:
+def test_documented_bridge_matches_secure_overlay() -> None:
     text, _ = re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
     manifests = overlay("secure")
     config = trainer_config(manifests)
@@ -91,21 +95,21 @@ def test_the_bridge_has_the_credentials_that_the_overlay_mounts() -> None:
     assert set(re.findall(r'files / "(.*?)"', text)) == {item["path"] for item in items}
 
 
-def test_a_policy_beside_the_fleets_trainer_reaches_it() -> None:
+def test_documented_bridge_matches_ray_trainer() -> None:
     _, text = re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
     server = parse_config(tomllib.loads((DEPLOY / "ray" / "trainer.toml").read_text())).server
     assert f'trainer="{server.host}:{server.port}"' in text
     assert f'shared_memory="{server.shared_memory}"' in text
 
 
-def test_nodes_of_a_fleet_have_what_its_processes_import() -> None:
+def test_documented_extras_of_ray_nodes_exist() -> None:
     section = PAGE.partition("\n## Ray\n")[2]
     extras = [found.split(",") for found in re.findall(r"`slipstream-rl\[(.*?)\]`", section)]
     assert extras == [["ray", "vllm"], ["ray", "vllm", "trainer"]]
     assert {name for some in extras for name in some} <= PROJECT["optional-dependencies"].keys()
 
 
-def test_the_fleets_options_are_documented_with_their_defaults() -> None:
+def test_fleet_options_documented_with_defaults() -> None:
     rows = dict(re.findall(r"^\| `(--[^|]*?)` \|([^|]*)\|", PAGE, re.MULTILINE))
     documented = {}
     for options, default in rows.items():

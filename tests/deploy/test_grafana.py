@@ -13,12 +13,12 @@ from tests.deploy.expressions import DASHBOARD, ROOT
 GRAFANA = ROOT / "deploy" / "grafana"
 
 
-def test_the_file_is_what_the_generator_makes() -> None:
+def test_dashboard_file_is_current() -> None:
     made = json.dumps(dashboard(), indent=1) + "\n"
     assert DASHBOARD.read_text() == made, "run python deploy/grafana/make_dashboard.py"
 
 
-def test_panels_have_queries_and_a_place_of_their_own() -> None:
+def test_dashboard_panels_have_queries_and_no_overlap() -> None:
     panels = json.loads(DASHBOARD.read_text())["panels"]
     assert len({panel["id"] for panel in panels}) == len(panels) > 30
     taken: set[tuple[int, int]] = set()
@@ -37,14 +37,14 @@ def test_panels_have_queries_and_a_place_of_their_own() -> None:
         assert len(set(references)) == len(references), panel["title"]
 
 
-def test_variables_are_defined_before_they_are_used() -> None:
+def test_dashboard_variables_are_defined() -> None:
     listed = json.loads(DASHBOARD.read_text())["templating"]["list"]
     defined = {variable["name"] for variable in listed}
     used = re.findall(r"\$\{?(\w+)", DASHBOARD.read_text())
     assert set(used) - {"__rate_interval", "__all"} == defined
 
 
-def test_provisioning_names_this_datasource_and_folder() -> None:
+def test_grafana_provisioning() -> None:
     provisioning = GRAFANA / "provisioning"
     datasources = yaml.safe_load((provisioning / "datasources" / "prometheus.yml").read_text())
     assert datasources["datasources"][0]["type"] == "prometheus"

@@ -33,7 +33,7 @@ def server(servicer: health.HealthServicer) -> Iterator[grpc.Server]:
     server.stop(grace=None).wait(5)
 
 
-def test_it_succeeds_only_where_a_server_serves(
+def test_health_probe_succeeds_only_when_serving(
     server: grpc.Server, servicer: health.HealthServicer, capsys: pytest.CaptureFixture[str]
 ) -> None:
     address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
@@ -49,7 +49,7 @@ def test_it_succeeds_only_where_a_server_serves(
     assert capsys.readouterr().err.startswith("UNAVAILABLE")
 
 
-def test_over_tls_it_wants_the_servers_certificate(
+def test_health_probe_verifies_tls_certificate(
     server: grpc.Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ours, other = Authority(tmp_path, "ours"), Authority(tmp_path, "other")

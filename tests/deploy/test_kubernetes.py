@@ -45,7 +45,7 @@ def manifests(request: pytest.FixtureRequest) -> list[Manifest]:
     return overlay(request.param)
 
 
-def test_every_manifest_is_sound(manifests: list[Manifest]) -> None:
+def test_manifests_match_kubernetes_schemas(manifests: list[Manifest]) -> None:
     for manifest in manifests:
         if manifest["kind"] not in CUSTOM:
             for version in (OLDEST, NEWEST):
@@ -55,7 +55,7 @@ def test_every_manifest_is_sound(manifests: list[Manifest]) -> None:
             assert manifest["metadata"]["labels"]["app.kubernetes.io/part-of"] == "slipstream"
 
 
-def test_the_trainer_publishes_to_the_servers_that_there_are(manifests: list[Manifest]) -> None:
+def test_manifests_trainer_publishes_to_stateful_set(manifests: list[Manifest]) -> None:
     fleet = only(manifests, "StatefulSet", "slipstream-rollout")
     service = only(manifests, "Service", fleet["spec"]["serviceName"])
     server = container(manifests, "rollout-server")
@@ -71,7 +71,7 @@ def test_the_trainer_publishes_to_the_servers_that_there_are(manifests: list[Man
     assert lengths == [str(trainer_config(manifests).publish.num_speculative_tokens)]
 
 
-def test_the_ring_is_memory_of_both_containers(
+def test_manifests_shared_memory_fits_the_bridge(
     manifests: list[Manifest], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server = trainer_config(manifests).server
@@ -92,7 +92,7 @@ def test_the_ring_is_memory_of_both_containers(
 
 
 @pytest.mark.parametrize("name", ["gpu", "secure"])
-def test_a_training_job_on_gpus_has_room_for_checkpoints_and_shared_memory(name: str) -> None:
+def test_gpu_policy_has_checkpoint_and_shm_volumes(name: str) -> None:
     manifests = overlay(name)
     policy = container(manifests, "policy")
     volumes = {v["name"]: v for v in dict(pods(manifests))["policy"]["volumes"]}
@@ -111,7 +111,7 @@ def test_a_training_job_on_gpus_has_room_for_checkpoints_and_shared_memory(name:
 
 
 @pytest.mark.parametrize("name", ["gpu", "secure"])
-def test_training_on_a_gpu_of_its_own_costs_what_that_is_of_the_loops(name: str) -> None:
+def test_gpu_training_share_is_trainers_share_of_gpus(name: str) -> None:
     manifests = overlay(name)
     servers = only(manifests, "StatefulSet", "slipstream-rollout")["spec"]["replicas"]
     loop = gpus(container(manifests, "policy"))
@@ -120,12 +120,12 @@ def test_training_on_a_gpu_of_its_own_costs_what_that_is_of_the_loops(name: str)
     assert trainer_config(manifests).economy.training_share == pytest.approx(share, abs=0.005)
 
 
-def test_pods_with_gpus_run_on_nodes_of_such_pods(manifests: list[Manifest]) -> None:
+def test_manifests_gpu_pods_tolerate_gpu_nodes(manifests: list[Manifest]) -> None:
     for _, pod in pods(manifests):
         check_tolerations(pod)
 
 
-def test_the_programs_take_their_arguments(manifests: list[Manifest]) -> None:
+def test_manifests_container_arguments_parse(manifests: list[Manifest]) -> None:
     trainer = container(manifests, "draft-trainer")
     arguments = parse(trainer["args"])
     mounted = {m["mountPath"] for m in trainer["volumeMounts"]}
@@ -143,7 +143,7 @@ def test_the_programs_take_their_arguments(manifests: list[Manifest]) -> None:
         assert hosts == [address.partition(":")[0] for address in config.publish.rollout_servers]
 
 
-def test_probes_ask_the_ports_that_are_served(manifests: list[Manifest]) -> None:
+def test_manifests_probes_ask_served_ports(manifests: list[Manifest]) -> None:
     config = trainer_config(manifests)
     ports = {"draft-trainer": config.server.port, "rollout-server": 50061}
     for name, port in ports.items():
@@ -173,7 +173,7 @@ def product(probe: Manifest) -> int:
     return int(probe["periodSeconds"]) * int(probe["failureThreshold"])
 
 
-def test_nothing_runs_with_more_rights_than_it_needs(manifests: list[Manifest]) -> None:
+def test_manifests_least_privilege(manifests: list[Manifest]) -> None:
     for _, pod in pods(manifests):
         # Of one user, or the policy could not open the trainer's ring.
         assert pod["securityContext"]["runAsUser"] == 10001
@@ -194,7 +194,7 @@ def test_nothing_runs_with_more_rights_than_it_needs(manifests: list[Manifest]) 
                 assert pod["securityContext"]["fsGroup"] == 10001
 
 
-def test_the_control_planes_are_reached_by_the_policys_pod_and_by_one_another(
+def test_network_policy_admits_policy_and_peers_only(
     manifests: list[Manifest],
 ) -> None:
     policies = {m["metadata"]["name"]: m["spec"] for m in manifests if m["kind"] == "NetworkPolicy"}
@@ -218,8 +218,8 @@ def test_the_control_planes_are_reached_by_the_policys_pod_and_by_one_another(
     assert opened == {trainer_config(manifests).server.metrics_port}
 
 
-def test_on_gpus_the_framework_may_sync_policies_itself() -> None:
-    """On ports that it chooses, and with the policy's pod only."""
+def test_gpu_network_policy_opens_weight_transfer() -> None:
+    """The framework chooses the ports; only the policy's pod may use them."""
     policies = {m["metadata"]["name"]: m for m in overlay("gpu") if m["kind"] == "NetworkPolicy"}
     servers, policy = (policies[name]["spec"] for name in sorted(TRANSFERS, reverse=True))
     name = "app.kubernetes.io/name"
@@ -230,7 +230,7 @@ def test_on_gpus_the_framework_may_sync_policies_itself() -> None:
     assert policy["ingress"] == [{"from": [{"podSelector": of_servers}]}]
 
 
-def test_prometheus_finds_both_services(manifests: list[Manifest]) -> None:
+def test_service_monitors_select_both_services(manifests: list[Manifest]) -> None:
     services = [m for m in manifests if m["kind"] == "Service"]
     exported = {"draft-trainer": trainer_config(manifests).server.metrics_port}
     exported["rollout-server"] = 8000
@@ -254,7 +254,7 @@ def test_prometheus_finds_both_services(manifests: list[Manifest]) -> None:
         assert len(backed) == 1
 
 
-def test_a_drain_takes_one_server_at_a_time(manifests: list[Manifest]) -> None:
+def test_disruption_budget_drains_one_server(manifests: list[Manifest]) -> None:
     budget = only(manifests, "PodDisruptionBudget", "slipstream-rollout")["spec"]
     fleet = only(manifests, "StatefulSet", "slipstream-rollout")
     assert budget["maxUnavailable"] == 1 < fleet["spec"]["replicas"]
@@ -264,7 +264,7 @@ def test_a_drain_takes_one_server_at_a_time(manifests: list[Manifest]) -> None:
     assert grace > trainer_config(manifests).server.shutdown_timeout_s
 
 
-def test_no_secret_is_in_a_manifest(manifests: list[Manifest]) -> None:
+def test_manifests_hold_no_secret(manifests: list[Manifest]) -> None:
     assert not [m for m in manifests if m["kind"] == "Secret"]
     for _, pod in pods(manifests):
         for one in containers(pod):
@@ -273,6 +273,6 @@ def test_no_secret_is_in_a_manifest(manifests: list[Manifest]) -> None:
 
 
 def labels(manifest: Manifest) -> dict[str, str]:
-    """Of the pods that it makes; none for others."""
+    """Return the labels of the pods that a manifest makes; empty if it makes none."""
     template = manifest.get("spec", {}).get("template", {})
     return dict(template.get("metadata", {}).get("labels", {}))

@@ -73,7 +73,7 @@ def pip(*arguments: str) -> None:
     assert done.returncode == 0, done.stderr[-2000:]
 
 
-def test_the_wheel_says_what_it_is_and_has_no_tests(wheel: Path) -> None:
+def test_wheel_metadata_and_contents(wheel: Path) -> None:
     assert wheel.name.startswith(f"slipstream_rl-{__version__}-")
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
@@ -97,7 +97,7 @@ def test_the_wheel_says_what_it_is_and_has_no_tests(wheel: Path) -> None:
 
 
 @pytest.mark.skipif(not (ROOT / ".git").exists(), reason="this tree is not a git checkout")
-def test_the_wheel_of_a_source_distribution_knows_the_commit(tmp_path: Path) -> None:
+def test_wheel_of_sdist_has_commit(tmp_path: Path) -> None:
     build = [sys.executable, "-m", "hatchling", "build", "--target", "sdist", "--directory"]
     subprocess.run([*build, str(tmp_path)], cwd=ROOT, capture_output=True, check=True)
     (source,) = tmp_path.glob("*.tar.gz")
@@ -112,7 +112,7 @@ def test_the_wheel_of_a_source_distribution_knows_the_commit(tmp_path: Path) -> 
     assert known.removesuffix(".dirty") == head
 
 
-def test_the_oldest_packages_that_the_wheel_takes_run_its_generated_code(wheel: Path) -> None:
+def test_wheel_oldest_grpc_and_protobuf_run_its_code(wheel: Path) -> None:
     needed: dict[str, set[Version]] = {"grpcio": set(), "protobuf": set()}
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
@@ -138,7 +138,7 @@ def test_the_oldest_packages_that_the_wheel_takes_run_its_generated_code(wheel: 
 
 
 @pytest.mark.parametrize("program", sorted(PROJECT["scripts"]))
-def test_every_console_has_help_and_a_version(run: Run, program: str) -> None:
+def test_console_help_and_version(run: Run, program: str) -> None:
     version = run(program, "--version")
     assert (version.returncode, version.stdout.strip()) == (0, __version__), version.stderr
     told = run(program, "--help")
@@ -154,7 +154,7 @@ def test_every_console_has_help_and_a_version(run: Run, program: str) -> None:
         ("rollout-server", "vllm", ["serve", "x"], "python -m rollout_server.install_cpu"),
     ],
 )
-def test_a_console_says_which_extra_is_missing(
+def test_console_names_missing_extra(
     run: Run, program: str, package: str, arguments: list[str], command: str
 ) -> None:
     module, main = PROJECT["scripts"][program].split(":")
@@ -167,7 +167,7 @@ def test_a_console_says_which_extra_is_missing(
     assert f"package {package}: found none" in done.stderr and command in done.stderr
 
 
-def test_the_bridge_imports_what_its_install_brings() -> None:
+def test_bridge_imports_only_its_dependencies() -> None:
     of_import = packages_distributions()
     for path in sorted((ROOT / "policy_bridge").rglob("*.py")):
         asked = list(PROJECT["dependencies"])
@@ -189,7 +189,7 @@ def imported(path: Path) -> set[str]:
     return {name.partition(".")[0] for name in names}
 
 
-def test_the_locks_without_what_only_developers_use() -> None:
+def test_locks_without_developer_packages_keep_hashes() -> None:
     lock = (locks() / "cpu.lock").read_text()
     kept = without_developers(lock)
     names = [line.partition("=")[0] for line in kept.splitlines() if line[:1].strip()]
@@ -201,7 +201,7 @@ def test_the_locks_without_what_only_developers_use() -> None:
     assert len(dropped) + len(names) == sum(bool(line[:1].strip()) for line in lock.splitlines())
 
 
-def test_installing_into_the_systems_python_is_refused(run: Run) -> None:
+def test_install_into_system_python_refused(run: Run) -> None:
     code = (
         "import sys; sys.base_prefix = sys.prefix\n"
         "from rollout_server.install_cpu import main; sys.exit(main([]))"

@@ -36,7 +36,7 @@ LABELS = {
 
 
 @pytest.mark.parametrize("expression", ALL, ids=lambda e: e.where)
-def test_every_metric_and_label_that_is_asked_for_exists(expression: Expression) -> None:
+def test_queried_metrics_and_labels_exist(expression: Expression) -> None:
     known = set(LABELS)
     known |= {rule.where for rule in expressions.recorded()}
     names = re.findall(r"[\w:]*slipstream_[\w:]+", expression.text)
@@ -53,7 +53,7 @@ def test_every_metric_and_label_that_is_asked_for_exists(expression: Expression)
             assert set(wanted) <= set(LABELS[name][label]), expression.text
 
 
-def test_alerts_have_what_an_operator_needs() -> None:
+def test_alerts_have_severity_summary_and_runbook() -> None:
     for rule in expressions.rules("alerts.yml"):
         name, notes = rule["alert"], rule["annotations"]
         assert rule["labels"]["severity"] in ("critical", "warning"), name
@@ -63,7 +63,7 @@ def test_alerts_have_what_an_operator_needs() -> None:
         assert notes["runbook_url"] == f"docs/runbook.md#{name.lower()}"
 
 
-def test_every_alert_has_a_section_and_every_section_an_alert() -> None:
+def test_runbook_has_a_section_for_every_alert() -> None:
     text = RUNBOOK.read_text()
     sections = re.findall(r"^## (\w+)$", text, re.MULTILINE)
     assert sections == list(dict.fromkeys(alert.where for alert in expressions.alerts()))
@@ -74,7 +74,7 @@ def test_every_alert_has_a_section_and_every_section_an_alert() -> None:
         assert anchor in [section.lower() for section in sections]
 
 
-def test_commands_in_the_sentences_of_the_runbook_exist() -> None:
+def test_runbook_commands_parse() -> None:
     commands = re.findall(r"`draft-trainer ([^`]+)`", RUNBOOK.read_text())
     assert len(commands) >= 3
     for command in commands:
@@ -88,14 +88,14 @@ def succeeds(*arguments: str) -> None:
 
 
 @needs_promtool
-def test_configuration_and_rules_are_valid() -> None:
+def test_prometheus_config_and_rules_are_valid() -> None:
     config = PROMETHEUS / "prometheus.yml"
     succeeds("check", "config", "--lint=all", "--lint-fatal", str(config))
 
 
 @needs_promtool
 @pytest.mark.parametrize("text", [text for _, text in expressions.code_blocks("yaml")])
-def test_a_scrape_configuration_of_the_documentation_is_valid(text: str, tmp_path: Path) -> None:
+def test_documented_scrape_config_is_valid(text: str, tmp_path: Path) -> None:
     path = tmp_path / "prometheus.yml"
     path.write_text(text)
     succeeds("check", "config", "--syntax-only", str(path))
@@ -103,11 +103,11 @@ def test_a_scrape_configuration_of_the_documentation_is_valid(text: str, tmp_pat
 
 @needs_promtool
 @pytest.mark.parametrize("name", ["recording_test.yml", "alerts_test.yml"])
-def test_rules_do_what_they_should(name: str) -> None:
+def test_promtool_rule_tests_pass(name: str) -> None:
     succeeds("test", "rules", str(PROMETHEUS / "tests" / name))
 
 
-def test_promtool_tries_every_rule() -> None:
+def test_every_rule_has_a_promtool_test() -> None:
     tests = yaml.safe_load((PROMETHEUS / "tests" / "recording_test.yml").read_text())["tests"]
     tried = {case["expr"] for test in tests for case in test["promql_expr_test"]}
     for rule in expressions.recorded():
@@ -125,6 +125,6 @@ def test_promtool_tries_every_rule() -> None:
 
 
 def own_labels(labels: dict[str, str]) -> list[tuple[str, str]]:
-    """Those by which rules of one alert differ."""
+    """Return the labels by which rules of one alert differ."""
     names = ("severity", "measure", "versions", "seen_by", "given_up_by")
     return sorted((name, labels[name]) for name in names if name in labels)

@@ -43,7 +43,7 @@ EMPTY = {
 
 @dataclass(frozen=True)
 class Watched:
-    """What Prometheus saw, and what the server itself says about the same time."""
+    """A Prometheus, and what the server itself counted in the same time."""
 
     prometheus: LocalPrometheus
     drafts: int
@@ -115,7 +115,7 @@ def totals(live: Live) -> tuple[int, int]:
     return sum(c.drafts for c in counters), sum(c.accepted_tokens for c in counters)
 
 
-def test_every_query_is_answered(watched: Watched) -> None:
+def test_live_prometheus_answers_every_query(watched: Watched) -> None:
     asked = [
         *expressions.panels(),
         *expressions.annotations(),
@@ -142,7 +142,7 @@ def test_every_query_is_answered(watched: Watched) -> None:
         raise AssertionError(f"no data: {sorted(missing())}") from error
 
 
-def test_rules_are_evaluated_without_error(watched: Watched) -> None:
+def test_live_prometheus_evaluates_every_rule(watched: Watched) -> None:
     for alert in expressions.alerts():
         watched.prometheus.query(alert.text)
     body = httpx.get(f"{watched.prometheus.url}/api/v1/rules", timeout=30).json()
@@ -152,7 +152,7 @@ def test_rules_are_evaluated_without_error(watched: Watched) -> None:
     assert watched.prometheus.firing() == set()
 
 
-def test_acceptance_is_what_the_server_counted(watched: Watched) -> None:
+def test_live_acceptance_length_matches_server_counters(watched: Watched) -> None:
     expected = 1 + watched.accepted / watched.drafts
     assert 1.5 < expected < 4
     rule = "instance:slipstream_rollout_acceptance_length:rate5m"

@@ -1,4 +1,4 @@
-"""What an actor says of a start that fails, without a cluster."""
+"""Actors report a start that fails; no cluster is needed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.deploy.fleet import free_ports, pids, wait_for
 ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'slipstream-rl[ray]'")
 
 
-def test_a_node_without_the_ca_runs_every_rank_but_the_one_that_is_asked(tmp_path: Path) -> None:
+def test_rank_zero_without_ca_file_is_refused(tmp_path: Path) -> None:
     command = (sys.executable, "-c", "raise SystemExit(3)")
     credentials = ClientCredentials(ca=tmp_path / "absent.pem")
     plan = RanksPlan(command, 2, "192.0.2.1:1", host="127.0.0.1", credentials=credentials)
@@ -30,7 +30,7 @@ def test_a_node_without_the_ca_runs_every_rank_but_the_one_that_is_asked(tmp_pat
     rank.stop()
 
 
-def test_a_rank_whose_command_cannot_be_run_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rank_command_not_found_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "/no/python")
     rank = Rank(RanksPlan(("trainer",), 1, "127.0.0.1:1", host="127.0.0.1"))
     rank.start(Start(1, 0, 1, "127.0.0.1", 1))
@@ -41,7 +41,7 @@ def test_a_rank_whose_command_cannot_be_run_says_so(monkeypatch: pytest.MonkeyPa
 
 @pytest.fixture
 def plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FleetPlan:
-    """Of one server, whose actor is Ray's first."""
+    """A fleet of one server, whose actor is started for the first time."""
     first_start = SimpleNamespace(was_current_actor_reconstructed=False)
     monkeypatch.setattr(ray, "get_runtime_context", lambda: first_start)
     port = free_ports(2)
@@ -49,7 +49,7 @@ def plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FleetPlan:
     return FleetPlan(command, 1, tmp_path / "fleet", 1.0, 0.0, port, port + 1, host="127.0.0.1")
 
 
-def test_a_server_whose_command_cannot_be_run_is_refused(
+def test_replica_command_not_found_is_refused(
     plan: FleetPlan, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "executable", "/no/python")
@@ -58,7 +58,7 @@ def test_a_server_whose_command_cannot_be_run_is_refused(
     assert "/no/python" in capfd.readouterr().err
 
 
-def test_a_node_without_the_ca_refuses_the_first_start(
+def test_replica_without_ca_file_is_refused(
     plan: FleetPlan, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     credentials = ClientCredentials(ca=tmp_path / "absent.pem")

@@ -33,9 +33,7 @@ ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'slip
 PATIENCE = 240.0
 
 
-def test_a_fleet_of_two_is_published_to_loses_one_and_heals(
-    tmp_path: Path, draft_dir: Path
-) -> None:
+def test_fleet_restarts_killed_server_and_trainer_heals_it(tmp_path: Path, draft_dir: Path) -> None:
     wanted = second_release(Registry(tmp_path / "registry"), draft_dir)
     trainer = trainer_of(tmp_path, draft_dir)
     with kept(tmp_path, memory_server(tmp_path, str(draft_dir))) as fleet, Services(trainer):
@@ -67,14 +65,14 @@ def test_a_fleet_of_two_is_published_to_loses_one_and_heals(
     wait_for(lambda: not pids(ports[0]) and not pids(ports[1]))
 
 
-def test_a_server_that_refuses_its_first_start_ends_the_fleet(tmp_path: Path) -> None:
+def test_fleet_ends_when_first_start_is_refused(tmp_path: Path) -> None:
     with kept(tmp_path, memory_server(tmp_path, "refuse")) as fleet:
         wait_for(lambda: fleet.refusal is not None)
     assert fleet.refusal is not None and fleet.refusal.field == "rollout server"
     assert "refused to start" in str(fleet.refusal)
 
 
-def test_a_cluster_without_a_place_for_all_is_refused_and_none_is_started(tmp_path: Path) -> None:
+def test_fleet_larger_than_cluster_starts_no_server(tmp_path: Path) -> None:
     with kept(tmp_path, memory_server(tmp_path, "draft"), 3, ready_seconds=1.0) as fleet:
         wait_for(lambda: fleet.refusal is not None)
         assert not any(map(pids, fleet.controls))
@@ -82,7 +80,7 @@ def test_a_cluster_without_a_place_for_all_is_refused_and_none_is_started(tmp_pa
     assert "3 of 1 CPUs and 0 GPUs each" in str(fleet.refusal) and "add nodes" in str(fleet.refusal)
 
 
-def test_bad_options_are_refused_before_ray_is_asked(
+def test_fleet_invalid_options_refused_before_ray(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = ["policy", "--draft", "draft"]
@@ -111,7 +109,7 @@ def test_bad_options_are_refused_before_ray_is_asked(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_full_disk_does_not_end_the_servers(tmp_path: Path) -> None:
+def test_fleet_survives_full_disk(tmp_path: Path) -> None:
     told: list[dict[int, Report]] = []
     fleet = RayFleet.__new__(RayFleet)
     fleet._plan, fleet._on_change = FleetPlan((), 1, tmp_path / "no" / "fleet"), told.append
@@ -124,7 +122,7 @@ def test_a_full_disk_does_not_end_the_servers(tmp_path: Path) -> None:
     assert fleet._plan.members.read_text() == "a:1\n"
 
 
-def test_members_are_replaced_as_a_whole(tmp_path: Path) -> None:
+def test_fleet_members_file_replaced_atomically(tmp_path: Path) -> None:
     write_members(tmp_path / "fleet", ["a:1", "b:2"])
     with (tmp_path / "fleet").open() as reader:
         write_members(tmp_path / "fleet", ["c:3"])

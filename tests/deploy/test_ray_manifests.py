@@ -40,7 +40,7 @@ def groups() -> dict[str, dict[str, Any]]:
     }
 
 
-def test_the_job_is_of_the_form_that_kuberay_knows() -> None:
+def test_ray_job_matches_kuberay_schema() -> None:
     assert (JOB["apiVersion"], JOB["kind"]) == ("ray.io/v1", "RayJob")
     assert JOB["spec"].keys() == JOB_KEYS
     assert CLUSTER.keys() == {"rayVersion", "headGroupSpec", "workerGroupSpecs"}
@@ -61,7 +61,7 @@ def test_the_job_is_of_the_form_that_kuberay_knows() -> None:
     assert f"ray[default]=={CLUSTER['rayVersion']}" in image
 
 
-def test_volumes_are_claimed_here_or_named_as_needed() -> None:
+def test_ray_volumes_claimed_or_documented() -> None:
     defined = {m["metadata"]["name"] for m in MANIFESTS if m["kind"] == "PersistentVolumeClaim"}
     needed = set(re.findall(r"`(\w+)`", TEXT.partition("apiVersion:")[0]))
     for name, group in groups().items():
@@ -71,7 +71,7 @@ def test_volumes_are_claimed_here_or_named_as_needed() -> None:
                 assert claim in defined | needed, f"{name}: {claim}"
 
 
-def test_the_fleet_fits_the_cluster_and_the_trainer_finds_it(
+def test_ray_fleet_fits_cluster_and_trainer_config(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     program, command, *arguments = shlex.split(JOB["spec"]["entrypoint"])
@@ -116,7 +116,7 @@ def test_the_fleet_fits_the_cluster_and_the_trainer_finds_it(
     assert size(shm) > files + int(objects)
 
 
-def test_ray_itself_takes_the_description_of_the_machines() -> None:
+def test_ray_cluster_yaml_accepted_by_ray() -> None:
     util = pytest.importorskip(
         "ray.autoscaler._private.util",
         reason="Ray is not installed: pip install 'slipstream-rl[ray]'",

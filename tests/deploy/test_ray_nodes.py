@@ -47,7 +47,7 @@ def cluster() -> Iterator[Any]:
     made.shutdown()
 
 
-def test_a_fleet_of_four_and_two_ranks_lose_a_node_and_heal_on_the_next(
+def test_fleet_and_ranks_heal_after_node_loss(
     cluster: Any, tmp_path: Path, draft_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ray_ranks, "AGAIN_SECONDS", 2.0)

@@ -42,7 +42,7 @@ def feed(client: Client, seed: int) -> int:
     return int(train(client, seed).train_steps)
 
 
-def test_two_ranks_train_and_start_again_where_one_is_lost(tmp_path: Path) -> None:
+def test_trainer_ranks_restart_after_rank_loss(tmp_path: Path) -> None:
     port = free_port()
     config = write_config(
         tmp_path,
@@ -80,7 +80,7 @@ def test_two_ranks_train_and_start_again_where_one_is_lost(tmp_path: Path) -> No
     assert int(state["counter.steps"]) >= steps[0] + steps[2]
 
 
-def test_a_trainer_that_refuses_its_first_start_ends_the_fleet(tmp_path: Path) -> None:
+def test_fleet_ends_when_trainer_refuses_first_start(tmp_path: Path) -> None:
     # As draft-trainer serve ends that refuses its configuration.
     command = (sys.executable, "-c", "raise SystemExit(2)")
     plan = RanksPlan(command, 2, "127.0.0.1:1", cpus=0.5, host="127.0.0.1")

@@ -17,7 +17,7 @@ from rollout_server.ray_fleet import build_parser as fleet_parser
 from tests.deploy.manifests import DEPLOY, OVERLAYS, container, overlay
 
 
-def test_the_rollout_servers_take_their_arguments() -> None:
+def test_deployed_rollout_server_arguments_parse() -> None:
     compose = yaml.safe_load((DEPLOY / "compose" / "compose.yml").read_text())
     job, *_ = yaml.safe_load_all((DEPLOY / "ray" / "kuberay.yaml").read_text())
     words = shlex.split(job["spec"]["entrypoint"])[2:]
@@ -38,7 +38,7 @@ def test_the_rollout_servers_take_their_arguments() -> None:
             assert (args.control_host, args.control_port) == ("0.0.0.0", 50061)
 
 
-def test_a_fleet_may_listen_where_ray_places_it(capsys: pytest.CaptureFixture[str]) -> None:
+def test_fleet_commands_allow_listening_on_node_address(capsys: pytest.CaptureFixture[str]) -> None:
     job, *_ = yaml.safe_load_all((DEPLOY / "ray" / "kuberay.yaml").read_text())
     with pytest.raises(SystemExit):
         cli.main(["--help"])

@@ -13,7 +13,7 @@ from tests.deploy.manifests import ROOT
 
 
 def set_up(folder: Path, cache: Path) -> subprocess.CompletedProcess[str]:
-    """What ``make setup`` would run in a checkout at ``folder``."""
+    """Print what ``make setup`` would run in a checkout at ``folder``."""
     (folder / "deploy").mkdir(parents=True)
     shutil.copy(ROOT / "Makefile", folder)
     shutil.copytree(ROOT / "deploy" / "requirements", folder / "deploy" / "requirements")
@@ -30,13 +30,13 @@ def set_up(folder: Path, cache: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_the_environment_is_in_the_checkout(tmp_path: Path) -> None:
+def test_venv_is_in_checkout(tmp_path: Path) -> None:
     text = set_up(tmp_path / "checkout", tmp_path / "cache").stdout
     assert " -m venv .venv\n" in text and str(tmp_path / "cache") not in text
 
 
 @pytest.mark.parametrize("name", ["a b", "a:b", "a'b", "a$b"])
-def test_at_such_a_path_it_is_in_the_cache_folder_and_linked(tmp_path: Path, name: str) -> None:
+def test_venv_of_odd_path_is_in_cache_and_linked(tmp_path: Path, name: str) -> None:
     done = set_up(tmp_path / name, tmp_path / "cache")
     (line,) = [x for x in done.stdout.splitlines() if " -m venv " in x]
     environment = line.rpartition(" ")[2]
@@ -47,7 +47,7 @@ def test_at_such_a_path_it_is_in_the_cache_folder_and_linked(tmp_path: Path, nam
     assert environment not in other
 
 
-def test_git_ignores_the_environment_and_the_link_to_it(tmp_path: Path) -> None:
+def test_gitignore_covers_venv_and_link(tmp_path: Path) -> None:
     shutil.copy(ROOT / ".gitignore", tmp_path)
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / ".venv").symlink_to(tmp_path / "elsewhere")
@@ -58,7 +58,7 @@ def test_git_ignores_the_environment_and_the_link_to_it(tmp_path: Path) -> None:
     assert done.stdout.split() == [".venv", "folder/.venv"]
 
 
-def test_a_cache_folder_with_a_space_is_refused_before_anything_is_done(tmp_path: Path) -> None:
+def test_cache_folder_with_space_refused_before_setup(tmp_path: Path) -> None:
     done = set_up(tmp_path / "a b", tmp_path / "c d")
     assert done.returncode != 0 and not done.stdout
     assert "found a space in" in done.stderr and "Next step: make XDG_CACHE_HOME=" in done.stderr

@@ -4,26 +4,21 @@
 the same small client: it hands its name, arguments, folder, environment and streams over, a fork of
 the process does the work on them, and the client ends with its exit status.
 
-Real: every draft-trainer command, make's reading of its Makefile, kubectl's reading of overlays and
-secrets, calls to gRPC services and what ``RUN`` names. ``draft-trainer serve`` takes free ports and
-is sent SIGTERM when it is ready. Of all other programs the options are parsed by their own parsers
-and the files that they name are read; then they stop, and leave empty what they would write.
+Real: every draft-trainer command and every call to a gRPC service. ``draft-trainer serve`` takes
+free ports and is sent SIGTERM when it is ready. ``rollout-server`` stops where it would start vLLM,
+and ``python -m`` once it has parsed its options.
 """
 
 from __future__ import annotations
 
 import argparse
-import base64
 import functools
 import importlib
 import json
 import os
-import re
 import runpy
-import shutil
 import signal
 import socket
-import subprocess
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -32,7 +27,6 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import grpc
-import yaml
 from google.protobuf import json_format
 from google.protobuf.descriptor_pool import DescriptorPool
 from google.protobuf.message_factory import GetMessageClass
@@ -40,16 +34,10 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import (
     ProtoReflectionDescriptorDatabase,
 )
-from packaging.requirements import Requirement
 
 from rollout_server import vllm_versions
 from slipstream.errors import RefusedError
-from tests.deploy.test_docker import stages
 
-RUN = ("benchmarks.plan_published", "benchmarks.gpu.pack")
-"""Modules that ``python -m`` runs to their end."""
-OUTPUTS = ("json", "out")
-"""Options of modules whose file or folder need not be there before."""
 ASKING = ("status", "doctor", "events", "releases")
 """draft-trainer commands that ask the trainer on the default port, here the one in $TRAINER."""
 DEADLINE = 60.0
@@ -63,43 +51,24 @@ with socket.socket(socket.AF_UNIX) as server:
     sys.exit(int(server.recv(16) or 70))
 """
 NODE = "10.0.0.11"
-POLICY = "your-registry/policy:1"
-"""The reader's own image."""
 MOST_BYTES = 1 << 17
 
 
 def python(arguments: list[str]) -> int:
-    """``python -m MODULE ...``: up to the parsed options, or to its end."""
+    """``python -m MODULE ...``: up to the parsed options."""
     assert arguments[0] == "-m", arguments
     module, *given = arguments[1:]
     parse = argparse.ArgumentParser.parse_args
 
     def parse_and_stop(*positional: Any, **named: Any) -> NoReturn:
-        check_files(parse(*positional, **named), given)
+        parse(*positional, **named)
         print(f"{module}: understood")
         raise SystemExit(0)
 
     sys.argv = [module, *given]
-    if module in RUN:
-        runpy.run_module(module, run_name="__main__", alter_sys=True)
-        return 0
     argparse.ArgumentParser.parse_args = parse_and_stop  # type: ignore[assignment, method-assign]
     runpy.run_module(module, run_name="__main__", alter_sys=True)
     raise AssertionError(f"{module} ended without having parsed {given}")
-
-
-def check_files(options: argparse.Namespace, given: Sequence[str]) -> None:
-    """Files to read are there; those to write are left empty for the commands after it."""
-    for name, value in vars(options).items():
-        if name in OUTPUTS and str(value) in given:
-            path = Path(value)
-            if path.suffix:
-                assert path.absolute().parent.is_dir(), f"no folder for {path}"
-                path.touch()
-            else:
-                path.mkdir(parents=True)
-        elif isinstance(value, Path) and str(value) in given:
-            assert value.exists(), f"{name}: {value} does not exist"
 
 
 def draft_trainer(arguments: list[str]) -> int:
@@ -151,175 +120,6 @@ def rollout_server(arguments: list[str]) -> int:
     return 0
 
 
-def torchrun(arguments: list[str]) -> int:
-    """Torch's parser, then one process."""
-    from torch.distributed.run import get_args_parser
-
-    options = get_args_parser().parse_args(arguments)
-    assert options.module and int(options.nproc_per_node) > 1, options
-    return python(["-m", options.training_script, *options.training_script_args])
-
-
-def ray(arguments: list[str]) -> int:
-    """Ray's parser; a cluster's file is read, a job's command is run here."""
-    from ray.scripts.scripts import cli
-
-    options, _, job = " ".join(arguments).partition(" -- ")
-    words, command = options.split() + ["--"] * bool(job) + job.split(), cli
-    context = None
-    while hasattr(command, "resolve_command"):
-        context = command.make_context(command.name, words, parent=context)
-        rest = [*getattr(context, "_protected_args", []), *context.args]
-        _, command, words = command.resolve_command(context, rest)
-    values = command.make_context(command.name, words, parent=context).params
-    if command.name == "up":
-        assert {"cluster_name", "provider"} <= yaml.safe_load(
-            Path(values["cluster_config_file"]).read_text()
-        ).keys()
-        return 0
-    assert (command.name, list(values["entrypoint"])) == ("submit", job.split())
-    program, *given = job.split()
-    return PROGRAMS[program](given)
-
-
-def pip(arguments: list[str]) -> int:
-    """pip's parser; small files in place of the wheels."""
-    from pip._internal.commands import create_command
-
-    options, packages = create_command(arguments[0]).parse_args(arguments[1:])
-    assert arguments[0] == "download" and packages
-    Path(options.download_dir).mkdir(exist_ok=True)
-    for requirement in map(Requirement, packages):
-        (pin,) = requirement.specifier
-        assert pin.operator == "=="
-        name = f"{requirement.name}-{pin.version}-py3-none-any.whl"
-        (Path(options.download_dir) / name).write_bytes(b"wheel" * 1000)
-    return 0
-
-
-def make(arguments: list[str]) -> int:
-    """make itself with -n; the modules of the examples that it would start, up to their options."""
-    done = _real("make", "-n", *arguments)
-    for line in re.findall(r"python (-m examples\..*)", done):
-        python(line.split())
-    return 0
-
-
-def docker(arguments: list[str]) -> int:
-    """``build``: the stage and what is copied into it; ``compose up``: services and their files.
-
-    ``tag`` and ``push``: of images that were built; those that are there are lines of .images.
-    """
-    parser = argparse.ArgumentParser(prog="docker")
-    commands = parser.add_subparsers(dest="command", required=True)
-    build = commands.add_parser("build")
-    for option in ("-f", "--target", "-t"):
-        build.add_argument(option, dest=option.strip("-"), required=True)
-    build.add_argument("context", type=Path)
-    commands.add_parser("tag").add_argument("names", nargs=2)
-    commands.add_parser("push").add_argument("names", nargs=1)
-    compose = commands.add_parser("compose")
-    for option in ("-p", "-f", "--profile"):
-        compose.add_argument(option, dest=option.strip("-"), required=True)
-    compose.add_argument("do", choices=["up"])
-    compose.add_argument("--build", action="store_true")
-    options = parser.parse_args(arguments)
-    if options.command in ("tag", "push"):
-        given, made = options.names[0], options.names[-1]
-        assert given in _images(), f"no image {given}"
-        _images(made if options.command == "tag" else f"pushed {made}")
-        return 0
-    file = Path(options.f)
-    if options.command == "build":
-        _images(options.t)
-        assert options.target in stages(file), f"no stage {options.target} in {file}"
-        assert (options.context / ".dockerignore").exists(), options.context
-        return 0
-    for variable, why in re.findall(r"\$\{(\w+):\?([^}]*)\}", file.read_text()):
-        assert os.environ.get(variable), f"{variable}: {why}"
-    services = yaml.safe_load(file.read_text())["services"]
-    assert [options.profile] in [service.get("profiles") for service in services.values()]
-    return 0
-
-
-def kubectl(arguments: list[str]) -> int:
-    """kubectl itself for what it makes and reads; the cluster is the file .cluster.yaml."""
-    cluster = Path(".cluster.yaml")
-    held = list(yaml.safe_load_all(cluster.read_text())) if cluster.exists() else []
-    if "delete" in arguments:
-        (_, namespace, _, kind, name) = arguments
-        found = [one for one in held if _place(one) == (namespace, kind, name)]
-        assert found, f"no {kind} {name} in {namespace}"
-        kept = [one for one in held if one not in found]
-        cluster.write_text(yaml.safe_dump_all(kept))
-        return 0
-    if "create" in arguments:
-        made = _real("kubectl", *arguments, "--dry-run=client", "-o", "yaml")
-    elif "apply" in arguments:
-        (_, option, path) = arguments
-        made = _real("kubectl", "kustomize", path) if option == "-k" else Path(path).read_text()
-        assert option in ("-k", "-f")
-        _check_certificates(held, made)
-        for image in re.findall(r"image: (\S+)", made):
-            assert image == POLICY or f"pushed {image}" in _images(), f"no node has {image}"
-    else:
-        parser = argparse.ArgumentParser(prog="kubectl")
-        parser.add_argument("-n")
-        parser.add_argument("command", choices=["logs"])
-        parser.add_argument("what")
-        parser.add_argument("-c")
-        parser.add_argument("--follow", action="store_true")
-        options = parser.parse_args(arguments)
-        kind, _, name = options.what.partition("/")
-        (found,) = [one for one in held if _place(one) == (options.n, kind, name)]
-        pod = found["spec"]["template"]["spec"]
-        names = [one["name"] for one in pod["containers"] + pod.get("initContainers", [])]
-        assert options.c in names, f"{options.c}: found {names}"
-        return 0
-    new = list(yaml.safe_load_all(made))
-    assert all({"apiVersion", "kind", "metadata"} <= one.keys() for one in new)
-    named = {one["metadata"]["name"] for one in held + new if one["kind"] == "Namespace"}
-    for one in new:
-        space = one["metadata"].get("namespace", "default")
-        assert space in named | {"default"}, f"no namespace {space}"
-        for other in held:
-            if one["kind"] == "Job" and _place(one) == _place(other):
-                changed = one["spec"]["template"] != other["spec"]["template"]
-                assert not changed, f"{_place(one)}: spec.template: field is immutable"
-    cluster.write_text(yaml.safe_dump_all([*held, *new]))
-    return 0
-
-
-def _place(manifest: Any) -> tuple[str, str, str]:
-    """Namespace, kind and name, as kubectl's commands have them."""
-    metadata = manifest["metadata"]
-    space = metadata.get("namespace", "default")
-    return space, manifest["kind"].lower(), metadata["name"]
-
-
-def _check_certificates(held: Sequence[Any], made: str) -> None:
-    """Those in secrets are for every name by which the manifests that mount them check them."""
-    asked = {
-        "draft-trainer-tls": ["localhost", *re.findall(r"serverName: (\S+)", made)],
-        "rollout-server-tls": ["localhost", *re.findall(r'server_name = "(.*)"', made)],
-    }
-    for secret in (name for name in asked if f"secretName: {name}" in made):
-        (found,) = [s for s in held if (s["kind"], s["metadata"]["name"]) == ("Secret", secret)]
-        file = Path(".tls.crt")
-        file.write_bytes(base64.b64decode(found["data"]["tls.crt"]))
-        names = _real("openssl", "x509", "-noout", "-ext", "subjectAltName", "-in", str(file))
-        for name in asked[secret]:
-            assert re.search(rf"DNS:{name}\b(?!-)", names), f"{secret} is not for {name}: {names}"
-
-
-def _images(*new: str) -> list[str]:
-    """All that were built, tagged or pushed."""
-    file = Path(".images")
-    with file.open("a") as added:
-        added.writelines(f"{name}\n" for name in new)
-    return file.read_text().splitlines()
-
-
 def grpcurl(arguments: list[str]) -> int:
     """The call, with what the server's reflection says of it."""
     parser = argparse.ArgumentParser(prog="grpcurl")
@@ -354,18 +154,8 @@ def grpc_health_probe(arguments: list[str]) -> int:
 
 PROGRAMS: dict[str, Callable[[list[str]], int]] = {
     **{"python": python, "draft-trainer": draft_trainer, "rollout-server": rollout_server},
-    **{"torchrun": torchrun, "ray": ray, "pip": pip, "make": make, "docker": docker},
-    **{"kubectl": kubectl, "grpcurl": grpcurl, "grpc_health_probe": grpc_health_probe},
+    **{"grpcurl": grpcurl, "grpc_health_probe": grpc_health_probe},
 }
-
-
-def _real(program: str, *arguments: str) -> str:
-    """What the installed program prints."""
-    path = shutil.which(program, path=os.environ["REAL_PATH"])
-    assert path is not None, f"{program} is not installed"
-    done = subprocess.run([path, *arguments], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, f"{program}: {done.stderr}"
-    return done.stdout
 
 
 def _end(work: Callable[[], int]) -> NoReturn:
@@ -388,7 +178,7 @@ def _end(work: Callable[[], int]) -> NoReturn:
 
 
 def _import_for(name: str, arguments: Sequence[str]) -> None:
-    """What a fork would import each time; its errors are the fork's to tell."""
+    """Import what each fork would import; the fork reports errors."""
     with suppress(ImportError):
         if name == "python":
             package = importlib.import_module(arguments[1])

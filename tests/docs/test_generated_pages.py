@@ -27,11 +27,11 @@ ARCHITECTURE = make_architecture.PAGE.read_text(encoding="utf-8")
         (make_results.INTEGRATIONS, make_results.integrations),
     ],
 )
-def test_a_page_is_current(path: Path, made: Callable[[], str]) -> None:
+def test_generated_page_is_current(path: Path, made: Callable[[], str]) -> None:
     assert path.read_text(encoding="utf-8") == made(), f"run python -m {made.__module__}"
 
 
-def test_economics_has_the_committed_ratios_of_draft_length() -> None:
+def test_economics_quotes_committed_draft_length_ratios() -> None:
     results = make_results.RESULTS / "draft_length.json"
     cells = json.loads(results.read_text())["cells"]
     none, best = ([c[of] for c in cells] for of in ("over_none", "over_best"))
@@ -46,7 +46,7 @@ def test_economics_has_the_committed_ratios_of_draft_length() -> None:
     assert f"the median of seven rounds, which differ by a factor of up to {spread:.1f}" in text
 
 
-def test_readme_says_in_words_what_the_committed_runs_measured() -> None:
+def test_readme_quotes_committed_results() -> None:
     text = " ".join(make_results.README.read_text(encoding="utf-8").split())
     first = text.partition("## ")[0]
     speeds = json.loads(make_results.DEMO.read_text())["figures"]["speed_over_no_speculation"]
@@ -59,7 +59,7 @@ def test_readme_says_in_words_what_the_committed_runs_measured() -> None:
 
 
 @pytest.mark.parametrize("process", PROCESSES, ids=lambda p: p.title)
-def test_names_follow_the_convention(process: Process) -> None:
+def test_metric_names_follow_prometheus_conventions(process: Process) -> None:
     names = [metric.name for metric in process.metrics]
     assert len(names) == len(set(names)) >= 20
     for metric in process.metrics:
@@ -71,7 +71,7 @@ def test_names_follow_the_convention(process: Process) -> None:
             assert metric.name.endswith(("_seconds", "_ratio")), metric.name
 
 
-def test_the_notes_name_metrics_that_exist() -> None:
+def test_metrics_notes_name_existing_metrics() -> None:
     names = {metric.name for process in PROCESSES for metric in process.metrics}
     # A name with a star stands for several.
     used = re.findall(
@@ -85,16 +85,9 @@ def section(title: str) -> str:
     return ARCHITECTURE.partition(f"\n## {title}\n")[2].partition("\n## ")[0]
 
 
-def test_the_ways_of_a_sample_and_of_a_release_exist_and_are_short() -> None:
+def test_sample_and_release_paths_list_few_files() -> None:
     for title, most in (("The life of a sample", 30), ("The life of a release", 40)):
         passed = re.findall(r"^\d+\. `(\S+)`$", section(title), re.MULTILINE)
         assert 10 < len(passed) <= most and len(set(passed)) == len(passed), title
         for path in passed:
             assert (ROOT / path).exists(), path
-
-
-def test_ten_questions_are_answered_by_files() -> None:
-    answers = re.findall(r"^\| .*\? \| `(\S+)`.* \|$", section("Ten questions"), re.MULTILINE)
-    assert len(answers) == 10
-    for path in answers:
-        assert (ROOT / path).exists(), path

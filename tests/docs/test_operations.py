@@ -41,7 +41,7 @@ def actual_defaults() -> dict[str, object]:
     return found
 
 
-def test_every_key_is_documented_with_its_default() -> None:
+def test_config_keys_documented_with_defaults() -> None:
     documented, actual = documented_defaults(), actual_defaults()
     assert documented.keys() == actual.keys()
     units = {"MiB": 1 << 20, "GiB": 1 << 30}
@@ -60,7 +60,7 @@ def test_every_key_is_documented_with_its_default() -> None:
             assert float(text) == pytest.approx(float(default)), key  # type: ignore[arg-type]
 
 
-def test_every_key_that_a_page_names_exists() -> None:
+def test_documented_config_keys_exist() -> None:
     actual = actual_defaults()
     sections = "|".join({key.partition(".")[0] for key in actual})
     for page in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
@@ -70,18 +70,18 @@ def test_every_key_that_a_page_names_exists() -> None:
             )
 
 
-def test_the_help_of_serve_names_every_key_that_is_derived() -> None:
+def test_serve_help_names_derived_keys() -> None:
     derived = {key for key, text in documented_defaults().items() if text == "derived"}
     named = re.findall(r"(\w+\.\w+)(?=,| and|\.\s)", (Serve.__doc__ or "").split("follow")[1])
     assert set(named) == derived and len(derived) > 4
 
 
-def test_every_event_is_documented() -> None:
+def test_event_kinds_documented() -> None:
     for kind in KINDS:
         assert f"`{kind}`" in OPERATIONS, kind
 
 
-def test_every_option_of_the_rollout_server_is_documented() -> None:
+def test_rollout_server_options_documented() -> None:
     text = (ROOT / "rollout_server" / "launch.py").read_text()
     options = re.findall(r"add_argument\(\s*\"(--[\w-]+)\"", text)
     options += re.findall(r"\(\"(--control-[\w-]+)\", \"", text)
@@ -90,14 +90,14 @@ def test_every_option_of_the_rollout_server_is_documented() -> None:
         assert f"`{option}" in OPERATIONS, option
 
 
-def test_limits_that_both_services_share_are_the_codes() -> None:
+def test_documented_call_limits_match_code() -> None:
     oldest = "above this, the oldest is refused"
     row = f"| calls that have not sent their request | {MAX_SILENT_CALLS}; {oldest} | the same |"
     assert row in OPERATIONS
     assert f"| calls in progress in all | {MAX_CALLS} | the same |" in OPERATIONS
 
 
-def test_every_method_is_in_the_table_of_roles() -> None:
+def test_security_page_lists_role_of_every_method() -> None:
     page = (ROOT / "docs" / "security.md").read_text()
     rows = re.findall(r"^\| (feed|observe|operate) \|(.*)\|(.*)\|$", page, re.MULTILINE)
     assert len(rows) == 3
@@ -113,13 +113,13 @@ def test_every_method_is_in_the_table_of_roles() -> None:
 
 
 def anchors(page: Path) -> set[str]:
-    """Of a page's headings, as GitHub makes them."""
+    """Return the anchors of a page's headings, as GitHub makes them."""
     titles = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
     plain = (re.sub(r"[^\w\- ]", "", title.lower()) for title in titles)
     return {text.replace(" ", "-") for text in plain}
 
 
-def test_links_to_sections_lead_to_sections() -> None:
+def test_documentation_section_links_resolve() -> None:
     seen = 0
     for page in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
         for file, anchor in re.findall(r"\]\(([\w./]*)#([^)]+)\)", page.read_text()):
@@ -129,7 +129,7 @@ def test_links_to_sections_lead_to_sections() -> None:
     assert seen > 5
 
 
-def test_the_site_has_every_page_and_no_link_out_of_it() -> None:
+def test_site_has_every_page_and_internal_links() -> None:
     names = {path.name for path in (ROOT / "docs").glob("*.md")} - {*FRAGMENTS}
     listed = re.findall(r"[\w]+\.md", (ROOT / "mkdocs.yml").read_text().partition("\nnav:")[2])
     assert sorted(listed) == sorted({*names, "index.md"})
@@ -138,7 +138,7 @@ def test_the_site_has_every_page_and_no_link_out_of_it() -> None:
             assert target in {*names, "index.md"} or (ROOT / "docs" / target).exists(), target
 
 
-def test_files_that_the_documentation_names_exist() -> None:
+def test_files_named_in_documentation_exist() -> None:
     for page in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
         text = page.read_text()
         for link in re.findall(r"\]\(([^)#:]+)\)", text):

@@ -3,39 +3,60 @@
 from __future__ import annotations
 
 import queue
+import re
 import threading
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from policy_bridge import BridgeConfig, PolicyBridge, PolicySyncError
-from tests.docs.test_recipes import RECIPES, Rig, connected, rig, run
 from tests.policy_bridge.conftest import VOCAB, make_model
-from tests.policy_bridge.doubles import DEADLINE
+from tests.policy_bridge.doubles import DEADLINE, FakeRollout, FakeTrainer
 
-__all__ = ["rig"]
-
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "integrations.md"
+TITLE = "Policies through vLLM's own weight transfer"
 UPDATE = {"names": ["lm_head.weight"], "dtypes": ["bfloat16"], "shapes": [[VOCAB, 32]]}
 
 
-def opened(rig: Rig) -> PolicyBridge:
-    config = BridgeConfig(trainer=rig.address, run_id="external")
-    return connected(PolicyBridge(make_model(), config))
+def run(block: int, **surroundings: object) -> None:
+    """Execute one of the two Python blocks of the section."""
+    section = PAGE.read_text(encoding="utf-8").partition(f"\n## {TITLE}\n")[2]
+    section = section.partition("\n## ")[0]
+    first, second = re.findall(r"^```python\n(.*?)^```", section, re.MULTILINE | re.DOTALL)
+    exec(compile((first, second)[block], TITLE, "exec"), surroundings)
 
 
-def test_weights_are_sent_beside_the_commit(rig: Rig) -> None:
+@dataclass
+class Rig:
+    """A rollout server and the address of its trainer."""
+
+    rollout: FakeRollout
+    address: str
+
+    def open(self) -> PolicyBridge:
+        bridge = PolicyBridge(make_model(), BridgeConfig(self.address, "external"))
+        assert bridge.wait_connected(DEADLINE)
+        return bridge
+
+
+@pytest.fixture
+def rig() -> Iterator[Rig]:
+    rollout, trainer = FakeRollout(), FakeTrainer()
+    with rollout.serve() as served:
+        trainer.rollout_servers = (served.address,)
+        with trainer.serve() as server:
+            yield Rig(rollout, server.address)
+
+
+def test_external_weights_are_sent_beside_the_commit(rig: Rig) -> None:
     sent: list[int] = []
-    with opened(rig) as bridge:
-        run(
-            *(RECIPES[-1], 1, 2),
-            bridge=bridge,
-            version=5,
-            broadcast_weights=lambda: sent.append(1),
-            **UPDATE,
-        )
+    with rig.open() as bridge:
+        run(0, bridge=bridge, version=5, broadcast_weights=lambda: sent.append(1), **UPDATE)
     (update,) = rig.rollout.updates.values()
     assert '"dtype_names": ["bfloat16"]' in update
     assert sent == [1] and len(rig.rollout.commits) == 1
@@ -45,7 +66,7 @@ def test_weights_are_sent_beside_the_commit(rig: Rig) -> None:
     ("fails", "error", "gathers"),
     [("", None, 3), ("stage", PolicySyncError, 0), ("send", TimeoutError, 3)],
 )
-def test_no_rank_gathers_alone(
+def test_sharded_weights_gathered_by_all_ranks_or_none(
     rig: Rig,
     monkeypatch: pytest.MonkeyPatch,
     fails: str,
@@ -78,7 +99,7 @@ def test_no_rank_gathers_alone(
     def rank(number: int, bridge: PolicyBridge) -> None:
         here.rank = number
         run(
-            *(RECIPES[-1], 2, 2),
+            1,
             bridge=bridge,
             version=5,
             whole_weights=whole_weights,
@@ -90,7 +111,7 @@ def test_no_rank_gathers_alone(
     monkeypatch.setattr(dist, "broadcast_object_list", broadcast)
     if fails == "stage":
         rig.rollout.fail.add("Stage")
-    with opened(rig) as lead, opened(rig) as other, ThreadPoolExecutor(2) as pool:
+    with rig.open() as lead, rig.open() as other, ThreadPoolExecutor(2) as pool:
         ranks = [pool.submit(rank, number, bridge) for number, bridge in enumerate((lead, other))]
         assert type(ranks[0].exception()) is (error or type(None))
         assert ranks[1].exception() is None

@@ -17,7 +17,7 @@ from slipstream.errors import METADATA_KEY
 from slipstream.v1 import draft_trainer_pb2, rollout_server_pb2
 
 UNTYPED = (grpc.StatusCode.UNKNOWN, grpc.StatusCode.INTERNAL)
-"""What a server says that did not expect what it was sent."""
+"""Status codes of a server that did not expect what it was sent."""
 
 _CALLS = 400
 _ANSWERS = 16
@@ -46,7 +46,7 @@ class Method:
 
 
 def methods_of(service: ServiceDescriptor) -> list[Method]:
-    """In the order of the .proto."""
+    """List a service's methods in the order of the .proto."""
     return [
         Method(
             f"/{service.full_name}/{method.name}",

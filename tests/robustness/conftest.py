@@ -30,7 +30,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.fixture(scope="package")
 def size(request: pytest.FixtureRequest) -> Size:
-    """Of two sizes, the second in a run with ``--long``."""
+    """Choose one of two sizes: the second in a run with ``--long``."""
     long = request.config.getoption("--long", default=False)
     return lambda short, longer: longer if long else short
 

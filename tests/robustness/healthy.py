@@ -42,7 +42,7 @@ class Feeder:
         return self.status()
 
     def status(self) -> pb.TrainerStatus:
-        """Of the trainer."""
+        """Ask for the trainer's status."""
         return self._stub.GetStatus(pb.GetStatusRequest(), timeout=self._seconds)
 
     def close(self) -> None:

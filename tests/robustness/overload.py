@@ -54,7 +54,7 @@ class Crowd:
 
     @property
     def ended(self) -> Counter[str]:
-        """How many calls the server ended, by status."""
+        """The number of calls that the server ended, by status."""
         with self._lock:
             return Counter(self._ended)
 

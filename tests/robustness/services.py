@@ -11,7 +11,7 @@ from examples.local_services import ARITHMETIC, ONE_THREAD, script
 
 PATIENCE = 120.0
 DRAFTS = 8
-"""That the rollout server can have staged."""
+"""Stages that the rollout server can hold."""
 
 _CONFIG = """
 [server]
@@ -53,7 +53,7 @@ class Process(Service):
 
     @property
     def threads(self) -> int:
-        """How many it has."""
+        """The number of its threads."""
         return len(list(Path(f"/proc/{self.pid}/task").iterdir()))
 
     @property

@@ -34,7 +34,7 @@ def paths(document: Any, before: tuple[str, ...] = ()) -> Iterator[tuple[str, ..
 
 
 @pytest.mark.parametrize("layout", ["specforge_hf", "speculators", "modelopt"])
-def test_no_value_of_any_field_is_more_than_a_refusal(layout: str, tmp_path: Path) -> None:
+def test_eagle3_config_json_odd_values_refused(layout: str, tmp_path: Path) -> None:
     folder = CHECKPOINTS / layout
     for path in folder.iterdir():
         if path.name != "config.json":
@@ -43,7 +43,7 @@ def test_no_value_of_any_field_is_more_than_a_refusal(layout: str, tmp_path: Pat
 
 
 @pytest.mark.parametrize("kind", ["mtp", "draft_model", "dflash"])
-def test_of_the_other_mechanisms_neither(kind: str, tmp_path: Path) -> None:
+def test_other_mechanisms_config_json_odd_values_refused(kind: str, tmp_path: Path) -> None:
     model = {"model_type": "qwen3", "hidden_act": "silu", "rope_theta": 1e4, **SIZES}
     drafts: dict[str, Draft] = {
         "mtp": MtpHead(MtpConfig.from_dict(QWEN)),
@@ -56,7 +56,7 @@ def test_of_the_other_mechanisms_neither(kind: str, tmp_path: Path) -> None:
 
 
 def refusals(drafter: Drafter, text: str, folder: Path) -> int:
-    """How many odd values are refused, of all in all fields."""
+    """Count the odd values that are refused, trying each in every field."""
     refused = 0
     for path in paths(json.loads(text)):
         for odd in ODD:
@@ -75,7 +75,7 @@ def refusals(drafter: Drafter, text: str, folder: Path) -> int:
 
 
 @pytest.mark.parametrize("text", ["[" * 100_000, '{"a":' * 100_000, "", "\0", "1e999", "null"])
-def test_no_text_is_more_than_a_refusal(text: str, tmp_path: Path) -> None:
+def test_config_json_malformed_text_refused(text: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(RefusedError):
         Eagle3().read(tmp_path)

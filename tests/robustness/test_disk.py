@@ -55,9 +55,7 @@ def fill(folder: Path) -> Path:
     return path
 
 
-def test_a_trainer_whose_disk_is_full_refuses_by_name_and_goes_on(
-    tmp_path: Path, mount: Mount
-) -> None:
+def test_trainer_full_disk_refused_by_name_then_recovers(tmp_path: Path, mount: Mount) -> None:
     disk = mount(tmp_path / "disk", "size=8m")
     config = make_config(
         tmp_path,
@@ -105,7 +103,7 @@ def no_space(error: RefusedError) -> bool:
         ("recording", "directory", "recording.directory"),
     ],
 )
-def test_a_folder_that_cannot_be_written_is_refused_at_the_start(
+def test_read_only_folder_refused_at_start(
     tmp_path: Path, mount: Mount, section: str, key: str, field: str
 ) -> None:
     sealed = mount(tmp_path / "sealed", "ro,size=64k")
@@ -117,9 +115,7 @@ def test_a_folder_that_cannot_be_written_is_refused_at_the_start(
     assert refused.value.next_step
 
 
-def test_shared_memory_that_cannot_be_written_costs_the_ring_only(
-    tmp_path: Path, mount: Mount
-) -> None:
+def test_read_only_shared_memory_falls_back_to_grpc(tmp_path: Path, mount: Mount) -> None:
     sealed = mount(tmp_path / "sealed", "ro,size=64k")
     config = make_config(tmp_path, server={"shared_memory": str(sealed)})
     with feeding(config, train=False) as (server, client):
@@ -130,7 +126,7 @@ def test_shared_memory_that_cannot_be_written_costs_the_ring_only(
         assert client.send(*rollouts(1))[0].status == pb.ACK_STATUS_ACCEPTED
 
 
-def test_shared_memory_that_fills_up_costs_no_sample(tmp_path: Path, mount: Mount) -> None:
+def test_full_shared_memory_loses_no_sample(tmp_path: Path, mount: Mount) -> None:
     memory = mount(tmp_path / "memory", "size=512k")
     config = make_config(tmp_path, server={"shared_memory": str(memory)})
     sent = samples(60, seed=1)
@@ -148,9 +144,7 @@ def test_shared_memory_that_fills_up_costs_no_sample(tmp_path: Path, mount: Moun
             assert "No space left" in sender.stats().transport_reason
 
 
-def test_a_content_store_that_is_full_refuses_and_keeps_nothing_half_written(
-    tmp_path: Path, mount: Mount
-) -> None:
+def test_full_content_store_keeps_no_partial_file(tmp_path: Path, mount: Mount) -> None:
     disk = mount(tmp_path / "store", "size=256k")
     store = ContentStore(disk, 1 << 30)
     large, small = torch.ones(1 << 20), torch.ones(16)
@@ -163,7 +157,7 @@ def test_a_content_store_that_is_full_refuses_and_keeps_nothing_half_written(
     assert store.path(key(small)).read_bytes() == bytes(bytes_of(small))
 
 
-def test_two_stages_of_one_content_do_not_cut_each_other_short(tmp_path: Path) -> None:
+def test_concurrent_writes_of_same_content_are_whole(tmp_path: Path) -> None:
     store = ContentStore(tmp_path, 1 << 30)
     tensor = torch.arange(1 << 18)
     failed: list[BaseException] = []

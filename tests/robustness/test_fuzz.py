@@ -20,11 +20,11 @@ from .conftest import Rollout, Size, Trainer
 
 SEED = 0
 CALLS = (40, 1500)
-"""Of each method, in a short and in a long run."""
+"""Calls of each method, in a short and in a long run."""
 SETTLED = (0, 750)
 """Calls before the memory is looked at: in a long run, the allocator has its caches by then."""
 MORE_MEMORY = 64 << 20
-"""What the allocator may keep of a few thousand hostile messages."""
+"""Bytes that the allocator may keep of a few thousand hostile messages."""
 
 
 def fuzz(process: Process, calls: Calls, method: Method, size: Size) -> int:
@@ -55,7 +55,9 @@ def fuzz(process: Process, calls: Calls, method: Method, size: Size) -> int:
 
 
 @pytest.mark.parametrize("method", TRAINER, ids=lambda method: method.name)
-def test_trainer(trainer: Trainer, method: Method, size: Size) -> None:
+def test_fuzzed_trainer_answers_and_keeps_its_state(
+    trainer: Trainer, method: Method, size: Size
+) -> None:
     before = trainer.feeder.serve()
     memory = fuzz(trainer.process, Calls(trainer.feeder.session_id), method, size)
     assert trainer.process.alive
@@ -68,7 +70,9 @@ def test_trainer(trainer: Trainer, method: Method, size: Size) -> None:
 
 
 @pytest.mark.parametrize("method", ROLLOUT, ids=lambda method: method.name)
-def test_rollout_server(rollout: Rollout, method: Method, size: Size) -> None:
+def test_fuzzed_rollout_server_answers_and_keeps_its_state(
+    rollout: Rollout, method: Method, size: Size
+) -> None:
     before = rollout.stager.serve()
     memory = fuzz(rollout.process, Calls(), method, size)
     assert rollout.process.alive

@@ -51,7 +51,7 @@ def refused(call: Callable[[], object]) -> RefusedError:
     return caught.value
 
 
-def test_a_connection_has_two_seconds_worth_of_calls_and_others_lose_nothing() -> None:
+def test_call_rate_limits_each_connection_separately() -> None:
     clock = Clock()
     rate = CallRate(10, clock)
     for _ in range(20):
@@ -67,7 +67,7 @@ def test_a_connection_has_two_seconds_worth_of_calls_and_others_lose_nothing() -
     refused(lambda: rate.spend("a"))
 
 
-def test_places_come_back() -> None:
+def test_guard_place_is_freed_after_call() -> None:
     calls = guard()
     with calls.place("/s/M", 1):
         assert refused(lambda: calls.place("/s/M", 1).__enter__()).field == "server.max_calls"
@@ -77,7 +77,7 @@ def test_places_come_back() -> None:
         pass
 
 
-def test_refusals_are_counted_each_and_logged_once_a_minute(
+def test_refusals_counted_and_logged_once_a_minute(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     clock = Clock()
@@ -94,7 +94,7 @@ def test_refusals_are_counted_each_and_logged_once_a_minute(
     assert "\n" not in caplog.messages[0]
 
 
-def test_bytes_that_cannot_be_read_are_a_refusal() -> None:
+def test_unparsable_request_is_refused() -> None:
     read = reader(pb.OpenRunRequest.FromString, "/s/OpenRun", 100)
     assert read(pb.OpenRunRequest(run_id="r").SerializeToString()).run_id == "r"
     for data, expected in ((b"\xff\xff", "protobuf"), (bytes(101), "at most 100 bytes")):
@@ -108,7 +108,7 @@ UNREAD = (b"\x78\x01", b"\x79" + bytes(8), b"\x7d" + bytes(4))
 """Field 15 as a number, and of eight and four bytes."""
 
 
-def test_a_frame_of_many_fields_or_a_long_batch_is_refused_before_it_is_parsed() -> None:
+def test_frame_with_too_many_fields_refused_unparsed() -> None:
     assert refused(lambda: unframe(b"\x12\x00" * 17)).field == "request"
     batch = b"\x0a\x00" * (1 << 20)
     field = b"\x1a" + _varint(len(batch)) + batch
@@ -120,7 +120,7 @@ def test_a_frame_of_many_fields_or_a_long_batch_is_refused_before_it_is_parsed()
         unframe(b"\x7b" + field)  # A group, which no revision has.
 
 
-def test_the_oldest_silent_call_gives_way_and_a_sound_one_is_heard(
+def test_oldest_silent_call_gives_way_to_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(guards, "MAX_SILENT_CALLS", 2)
@@ -156,7 +156,7 @@ def test_the_oldest_silent_call_gives_way_and_a_sound_one_is_heard(
 
 
 class Context:
-    """Of a call that may be ended once."""
+    """The context of a call that may be aborted once."""
 
     def auth_context(self) -> dict[str, object]:
         return {}
@@ -172,7 +172,7 @@ class Context:
 
 
 @pytest.mark.parametrize("unreadable", [True, False])
-def test_a_refused_request_goes_with_its_call(unreadable: bool) -> None:
+def test_refused_request_is_freed_with_its_call(unreadable: bool) -> None:
     """Not with the next run of the cyclic collector: a request has up to 64 MiB."""
 
     class Request:
@@ -215,7 +215,7 @@ def test_a_refused_request_goes_with_its_call(unreadable: bool) -> None:
         gc.enable()
 
 
-def test_a_client_is_waited_for_so_long_and_no_longer() -> None:
+def test_message_timeout_ends_silent_stream() -> None:
     async def requests() -> AsyncIterator[int]:
         yield 1
         await asyncio.sleep(30.0)
@@ -235,7 +235,7 @@ def test_a_client_is_waited_for_so_long_and_no_longer() -> None:
     )
 
 
-def test_a_call_that_ended_is_not_waited_for() -> None:
+def test_ended_stream_is_not_waited_for() -> None:
     async def requests() -> AsyncIterator[int]:
         return
         yield
@@ -248,7 +248,7 @@ def test_a_call_that_ended_is_not_waited_for() -> None:
     assert asyncio.run(main()) == [None, "over", "over"]
 
 
-def test_health_keeps_nothing_of_names_that_are_not_served() -> None:
+def test_health_keeps_no_unknown_service_names() -> None:
     async def main() -> None:
         health = serving.Health(("", "known"))
         for number in range(100):
@@ -260,7 +260,7 @@ def test_health_keeps_nothing_of_names_that_are_not_served() -> None:
     asyncio.run(main())
 
 
-def test_a_cancelled_caller_goes_on_when_its_work_has_ended() -> None:
+def test_cancelled_caller_waits_for_its_worker() -> None:
     begun, hold = threading.Event(), threading.Event()
 
     def work() -> None:
@@ -286,7 +286,7 @@ def test_a_cancelled_caller_goes_on_when_its_work_has_ended() -> None:
     asyncio.run(main())
 
 
-def test_an_error_of_a_worker_is_freed_without_the_cyclic_collector() -> None:
+def test_worker_error_is_freed_without_gc() -> None:
     def work() -> None:
         raise RefusedError("name", "a", "b", "c")
 
@@ -307,7 +307,7 @@ def test_an_error_of_a_worker_is_freed_without_the_cyclic_collector() -> None:
         gc.enable()
 
 
-def test_a_long_text_of_the_client_fits_the_trailers() -> None:
+def test_long_refusal_text_is_cut_for_trailers() -> None:
     error = RefusedError("name", "n" * 100_000, "≠" * 100_000, "send another one")
     sent = error.to_proto()
     assert len(sent.found) < 500 and sent.found.endswith("(100000 characters)")
@@ -316,7 +316,7 @@ def test_a_long_text_of_the_client_fits_the_trailers() -> None:
     assert len(error.found) == 100_000, "whole where it stays on this machine"
 
 
-def test_eight_bit_floats_are_looked_at_too() -> None:
+def test_non_finite_float8_is_refused() -> None:
     values = torch.ones(4).to(torch.float8_e4m3fn)
     check_finite("w", values)
     bad = torch.tensor([1.0, float("nan")]).to(torch.float8_e4m3fn)

@@ -33,9 +33,7 @@ def more_memory(size: Size) -> int:
     return size(MORE_MEMORY, 2 * MORE_MEMORY)
 
 
-def test_calls_that_send_nothing_keep_no_thread_from_others(
-    trainer: Trainer, size: Size, more_memory: int
-) -> None:
+def test_silent_calls_hold_no_threads(trainer: Trainer, size: Size, more_memory: int) -> None:
     memory, calls = trainer.process.rss, size(300, 1_000)
     with Crowd(trainer.process.health) as crowd:
         crowd.silent_calls(SILENT_TRAINER, calls)
@@ -51,7 +49,7 @@ def test_calls_that_send_nothing_keep_no_thread_from_others(
     until(lambda: trainer.process.threads < 300, DEADLINE, "the threads of the calls are idle")
 
 
-def test_idle_sessions_hold_no_rings_for_ever(
+def test_idle_sessions_release_rings_and_files(
     trainer: Trainer, size: Size, more_memory: int
 ) -> None:
     memory, files, sessions = trainer.process.rss, trainer.process.files, size(60, 1_000)
@@ -66,9 +64,7 @@ def test_idle_sessions_hold_no_rings_for_ever(
     assert rings() == 0 or trainer.process.files <= files + 2
 
 
-def test_a_client_that_reads_no_acknowledgements_costs_a_bounded_amount(
-    trainer: Trainer, size: Size
-) -> None:
+def test_client_that_reads_no_acks_uses_bounded_memory(trainer: Trainer, size: Size) -> None:
     memory = trainer.process.rss
     refused = trainer.feeder.status().samples_refused
     with Crowd(trainer.process.health) as crowd:
@@ -89,7 +85,7 @@ def streams(trainer: Trainer) -> int:
     return sum(trainer.feeder.status().streams.values())
 
 
-def test_a_flood_of_refused_calls_is_logged_in_a_few_lines(
+def test_flood_of_refused_calls_logs_few_lines(
     trainer: Trainer, size: Size, more_memory: int
 ) -> None:
     memory, lines = trainer.process.rss, len(trainer.process.text.splitlines())
@@ -119,7 +115,7 @@ def test_a_flood_of_refused_calls_is_logged_in_a_few_lines(
     assert len(trainer.process.text.splitlines()) - lines < 10
 
 
-def test_streams_and_messages_over_the_limit(trainer: Trainer) -> None:
+def test_streams_and_messages_over_limit_refused(trainer: Trainer) -> None:
     with open_channel(trainer.process.health) as channel:
         stub = pb_grpc.DraftTrainerStub(channel)
 
@@ -154,7 +150,7 @@ def test_streams_and_messages_over_the_limit(trainer: Trainer) -> None:
     trainer.feeder.serve()
 
 
-def test_a_batch_of_millions_of_empty_samples_is_never_parsed(trainer: Trainer) -> None:
+def test_batch_of_millions_of_empty_samples_refused(trainer: Trainer) -> None:
     memory = trainer.process.rss
     empty = b"\x0a\x00" * (16 << 20)
     from slipstream.tensors import _varint
@@ -173,7 +169,7 @@ def test_a_batch_of_millions_of_empty_samples_is_never_parsed(trainer: Trainer) 
     assert trainer.process.rss - memory < MORE_MEMORY + (64 << 20)
 
 
-def test_a_stream_that_sends_nothing_ends_and_gives_its_place_back(tmp_path: Path) -> None:
+def test_idle_stream_ends_and_frees_its_place(tmp_path: Path) -> None:
     process = start_trainer(tmp_path, seconds=PATIENCE, idle=PATIENCE, streams=1)
     try:
         feeder = Feeder(process.health, DEADLINE)
@@ -207,7 +203,7 @@ while True:
 """
 
 
-def test_a_client_that_is_gone_without_a_word_gives_its_place_back(tmp_path: Path) -> None:
+def test_unplugged_client_frees_its_place(tmp_path: Path) -> None:
     process = start_trainer(tmp_path, seconds=1.0, streams=1)
     code = FEEDING.format(address=process.health, deadline=DEADLINE)
     client = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
@@ -236,9 +232,7 @@ def can_stream(process: Process) -> bool:
     return True
 
 
-def test_stages_of_a_byte_a_second_do_not_keep_others_out(
-    rollout: Rollout, size: Size, more_memory: int
-) -> None:
+def test_slow_stages_do_not_block_others(rollout: Rollout, size: Size, more_memory: int) -> None:
     memory, calls = rollout.process.rss, size(300, 1_000)
     with Crowd(rollout.process.health) as crowd:
         crowd.slow_stages(size(5, 32))
@@ -260,9 +254,7 @@ def held_open(
     over.wait(DEADLINE)
 
 
-def test_a_message_that_inflates_beyond_the_limit_is_never_whole(
-    trainer: Trainer, rollout: Rollout
-) -> None:
+def test_compressed_message_over_limit_is_not_inflated(trainer: Trainer, rollout: Rollout) -> None:
     for process, path in (
         (trainer.process, "/slipstream.v1.DraftTrainer/GetStatus"),
         (rollout.process, "/slipstream.v1.RolloutServer/GetState"),
@@ -282,7 +274,7 @@ def test_a_message_that_inflates_beyond_the_limit_is_never_whole(
     rollout.stager.serve()
 
 
-def test_texts_that_would_forge_a_line_of_the_log_are_refused(trainer: Trainer) -> None:
+def test_log_injection_is_refused(trainer: Trainer) -> None:
     with open_channel(trainer.process.health) as channel:
         stub = pb_grpc.DraftTrainerStub(channel)
         request = traffic.open_run()

@@ -1,4 +1,4 @@
-"""What a sound client sends: samples of the example's policy, matrices, stages."""
+"""Messages of a sound client: samples of the example's policy, matrices, stages."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ HIDDEN, VOCAB, DRAFT_VOCAB = (
     _CONFIG[key] for key in ("target_hidden_size", "vocab_size", "draft_vocab_size")
 )
 TOKENS = 8
-"""Of a sample."""
+"""Tokens of a sample."""
 
 
 def open_run() -> pb.OpenRunRequest:
-    """Of the example's policy."""
+    """Open a run of the example's policy."""
     return pb.OpenRunRequest(
         run_id="robustness",
         policy=pb.PolicySpec(
@@ -42,7 +42,7 @@ def open_run() -> pb.OpenRunRequest:
 
 
 def matrices() -> dict[str, torch.Tensor]:
-    """Of one policy version."""
+    """The matrices of one policy version."""
     made = torch.Generator().manual_seed(0)
     return {
         "lm_head.weight": torch.randn(DRAFT_VOCAB, HIDDEN, generator=made) / 8,
@@ -100,7 +100,7 @@ def batch(samples: Sequence[pb.VerifierStates]) -> pb.StreamStatesRequest:
 
 
 def header(session_id: str) -> pb.StreamStatesRequest:
-    """Of a stream over gRPC."""
+    """The first message of a stream over gRPC."""
     given = pb.StreamHeader(session_id=session_id)
     return pb.StreamStatesRequest(header=given)
 

@@ -1,4 +1,4 @@
-"""Who may read what is written, and that no name leads out of its folder."""
+"""Files are for their owner, and no name leads out of its folder."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ OTHERS = 0o077
 
 
 def modes(folder: Path) -> dict[str, int]:
-    """What group and others may do, by path; nothing for what lies behind a closed folder."""
+    """Mode bits of group and others by path, without what lies behind a closed folder."""
     found = {}
     for path in (folder, *folder.rglob("*")):
         above = [p for p in path.parents if folder in (p, *p.parents)]
@@ -29,7 +29,7 @@ def modes(folder: Path) -> dict[str, int]:
     return found
 
 
-def test_states_are_for_their_owner_alone(tmp_path: Path) -> None:
+def test_sample_files_readable_by_owner_only(tmp_path: Path) -> None:
     memory = tmp_path / "memory"
     memory.mkdir()
     (tmp_path / "made-before").mkdir(mode=0o755)
@@ -58,7 +58,7 @@ def test_states_are_for_their_owner_alone(tmp_path: Path) -> None:
     assert modes(tmp_path / "registry")["release-000000/model.safetensors"] == 0o044
 
 
-def test_staged_weights_are_for_their_owner_alone(tmp_path: Path) -> None:
+def test_staged_weights_readable_by_owner_only(tmp_path: Path) -> None:
     directory = make_directory(1, tmp_path)
     assert modes(directory) == {".": 0}
     ContentStore(directory, 1).close()
@@ -66,7 +66,7 @@ def test_staged_weights_are_for_their_owner_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["../up.safetensors", "/etc/passwd", "a/b", 5])
-def test_a_checkpoint_names_files_beside_it_alone(tmp_path: Path, name: object) -> None:
+def test_checkpoint_index_cannot_leave_its_folder(tmp_path: Path, name: object) -> None:
     folder = write_draft(tmp_path / "draft")
     index = folder / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"fc.weight": name}}))
@@ -87,13 +87,13 @@ def test_a_checkpoint_names_files_beside_it_alone(tmp_path: Path, name: object) 
         "",
     ],
 )
-def test_a_ring_is_named_by_its_pattern_alone(tmp_path: Path, name: str) -> None:
+def test_ring_name_off_pattern_is_refused(tmp_path: Path, name: str) -> None:
     with pytest.raises(RefusedError) as caught:
         SharedFile.open(tmp_path, name, 1 << 16, b"0" * 16)
     assert caught.value.field == "shared_memory.name"
 
 
-def test_a_link_in_place_of_a_ring_is_refused(tmp_path: Path) -> None:
+def test_ring_symlink_is_refused(tmp_path: Path) -> None:
     ring = SharedFile.create(tmp_path, 1 << 16)
     name = "slipstream-samples-" + "0" * 32
     (tmp_path / name).symlink_to(tmp_path / ring.name)
@@ -103,7 +103,7 @@ def test_a_link_in_place_of_a_ring_is_refused(tmp_path: Path) -> None:
     ring.close()
 
 
-def test_names_of_a_client_never_become_paths(tmp_path: Path) -> None:
+def test_client_names_never_become_paths(tmp_path: Path) -> None:
     config = make_config(tmp_path, recording={"directory": str(tmp_path / "recordings")})
     with running(config, train=False) as (_, client):
         client.open(run_id="../../../outside", policy=SPEC)
@@ -115,7 +115,7 @@ def test_names_of_a_client_never_become_paths(tmp_path: Path) -> None:
     assert not list(tmp_path.parent.glob("outside*"))
 
 
-def test_code_that_somebody_else_could_have_written_is_not_loaded(tmp_path: Path) -> None:
+def test_kernel_library_writable_by_others_is_not_loaded(tmp_path: Path) -> None:
     folder = tmp_path / "cache"
     folder.mkdir(mode=0o700)
     library = folder / "kernels.so"

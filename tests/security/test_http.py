@@ -54,7 +54,7 @@ def get(server: WebServer, authorization: str = "", context: Any = None) -> tupl
     return response.status, text
 
 
-def test_tokens(tmp_path: Path) -> None:
+def test_http_tokens(tmp_path: Path) -> None:
     access = access_for(tmp_path, Role.OBSERVE, Role.FEED)
     observe = TOKENS[Role.OBSERVE]
     with serving(access) as server:
@@ -70,7 +70,7 @@ def test_tokens(tmp_path: Path) -> None:
         assert access.refusals.by_reason == {"no_credentials": 1, "unknown_token": 5}
 
 
-def test_everybody_where_nothing_is_asked() -> None:
+def test_http_open_without_access_rules() -> None:
     with serving(Access(None, TokenFiles({}, ""), {})) as server:
         assert get(server) == (200, "facts")
 
@@ -87,7 +87,7 @@ def tls_of(pair: Pair, ca: Path | None = None) -> TlsFiles:
     return TlsFiles(TlsPaths(pair.certificate, pair.key, ca), lambda name: name)
 
 
-def test_tls_and_its_rotation(tmp_path: Path) -> None:
+def test_http_tls_and_certificate_rotation(tmp_path: Path) -> None:
     authority = Authority(tmp_path / "pki")
     pair = authority.sign("server")
     access = access_for(tmp_path, Role.OBSERVE, tls=tls_of(pair))
@@ -112,7 +112,7 @@ def test_tls_and_its_rotation(tmp_path: Path) -> None:
         until(lambda: access.refusals.by_reason["tls"] >= 1)
 
 
-def test_client_certificates(tmp_path: Path) -> None:
+def test_http_client_certificates(tmp_path: Path) -> None:
     authority = Authority(tmp_path / "pki")
     tls = tls_of(authority.sign("server"), authority.path)
     access = access_for(tmp_path, tls=tls, observe=["prometheus.example"])
@@ -131,7 +131,7 @@ def test_client_certificates(tmp_path: Path) -> None:
         until(lambda: access.refusals.by_reason == expected)
 
 
-def test_a_slow_handshake_is_cut_off(tmp_path: Path) -> None:
+def test_http_slow_tls_handshake_is_cut_off(tmp_path: Path) -> None:
     authority = Authority(tmp_path / "pki")
     access = access_for(tmp_path, Role.OBSERVE, tls=tls_of(authority.sign("server")))
     with serving(access) as server:

@@ -93,11 +93,6 @@ def test_no_source_unpickles_or_evaluates() -> None:
         assert found_in(ast.parse(path.read_text())) <= ALLOWED.get(name, set()), name
 
 
-def test_every_exception_is_still_needed() -> None:
-    for name, allowed in ALLOWED.items():
-        assert found_in(ast.parse((ROOT / name).read_text())) == allowed, name
-
-
 @pytest.mark.parametrize(
     "source",
     [
@@ -114,5 +109,5 @@ def test_every_exception_is_still_needed() -> None:
         "AutoModel.from_pretrained(name, trust_remote_code=True)",
     ],
 )
-def test_the_scan_finds(source: str) -> None:
+def test_no_pickle_scan_finds_violations(source: str) -> None:
     assert found_in(ast.parse(source))

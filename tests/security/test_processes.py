@@ -198,13 +198,13 @@ def leaked(site: Site) -> list[str]:
     return [name for name, secret in secrets_of(site).items() if secret in text]
 
 
-def test_commands_of_the_document(site: Site) -> None:
+def test_documented_commands_over_tls(site: Site) -> None:
     text = site.shell(block("sh", "draft-trainer status"))
     assert re.search(r"promoted release +0\b", text)
     assert "initial" in text
 
 
-def test_a_bridge_feeds_and_pushes(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bridge_feeds_and_pushes_over_tls(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(site.folder)
     names: dict[str, BridgeConfig] = {}
     exec(block("python", "rollout_credentials").replace("trainer:50051", site.trainer), names)
@@ -227,7 +227,7 @@ def test_a_bridge_feeds_and_pushes(site: Site, monkeypatch: pytest.MonkeyPatch) 
         site.output += [repr(bridge.stats()), repr(config)]
 
 
-def test_a_bridge_with_a_wrong_token_trains_on_and_comes_right(site: Site) -> None:
+def test_bridge_with_wrong_token_trains_on_and_recovers(site: Site) -> None:
     mine = write_token(site.folder / "mine.token", "m" * 40)
     shown = ClientCredentials(ca=site.folder / "ca.pem", token_file=mine)
     config = BridgeConfig(
@@ -245,7 +245,7 @@ def test_a_bridge_with_a_wrong_token_trains_on_and_comes_right(site: Site) -> No
         assert bridge.wait_connected(DEADLINE)
 
 
-def test_an_operator_moves_the_fleet(site: Site) -> None:
+def test_operator_promotes_release_over_tls(site: Site) -> None:
     write_draft(site.folder / "another", seed=3)
     operate = f"--address {site.trainer} --ca ca.pem --token-file operate.token"
     assert "draft 1" in site.shell(f"draft-trainer releases import another {operate}")
@@ -281,7 +281,7 @@ def test_roles_are_kept_apart(site: Site) -> None:
                 site.output.append(str(refusal))
 
 
-def test_commands_are_told_what_to_do(site: Site) -> None:
+def test_command_errors_name_the_credential_to_fix(site: Site) -> None:
     def refused(options: str) -> str:
         script = f"! draft-trainer status --address {site.trainer} {options} 2>&1"
         # gRPC's core may say on stderr what went wrong in a handshake, too.
@@ -322,7 +322,7 @@ def test_metrics_need_the_role_and_count_refusals(site: Site) -> None:
     assert reasons["no_credentials"] >= 1 and reasons["unknown_token"] >= 1
 
 
-def test_no_secret_so_far(site: Site) -> None:
+def test_no_secret_in_output_or_logs(site: Site) -> None:
     """The fixture's end looks again, with the logs that the processes wrote until they ended."""
     site.output += [file.read_text() for file in site.folder.glob("*.log")]
     site.shell(

@@ -21,7 +21,7 @@ def every_method() -> set[str]:
     }
 
 
-def test_every_method_of_both_services_has_exactly_one_role() -> None:
+def test_every_method_has_one_role() -> None:
     """Fails when a method is added to a .proto and not to ``slipstream.security``."""
     assert every_method() == METHODS.keys()
     for method, role in METHODS.items():
@@ -40,18 +40,18 @@ def test_every_method_of_both_services_has_exactly_one_role() -> None:
         (Role.OPERATE, "/slipstream.v1.RolloutServer/Commit"),
     ],
 )
-def test_roles(role: Role, method: str) -> None:
+def test_methods_need_expected_roles(role: Role, method: str) -> None:
     assert METHODS[method] is role
 
 
-def test_what_a_role_grants() -> None:
+def test_roles_grant_no_other_role() -> None:
     assert GRANTS.keys() == set(Role)
     assert roles_granted(frozenset({Role.OBSERVE})) == {Role.OBSERVE}
     assert Role.OPERATE not in roles_granted(frozenset({Role.FEED}))
     assert Role.FEED not in roles_granted(frozenset({Role.OPERATE}))
 
 
-def test_a_method_without_a_role_is_open_to_nobody() -> None:
+def test_method_without_role_is_closed() -> None:
     everything = Access(None, TokenFiles({}, ""), {role: ["*"] for role in Role})
     assert everything.judge(Role.OPERATE, None, ["me"]) is None
     refused = everything.judge(METHODS.get("/slipstream.v1.DraftTrainer/New"), None, ["me"])

@@ -125,7 +125,7 @@ def _reflected(channel: grpc.Channel) -> grpc.StatusCode:
     return OK
 
 
-def test_a_refusal_says_what_to_do_and_not_what_would_have_matched(
+def test_refused_token_message_reveals_no_token(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     access = Access(None, token_files(tmp_path), {})
@@ -146,7 +146,7 @@ def test_a_refusal_says_what_to_do_and_not_what_would_have_matched(
     assert sum("refused ipv" in record.getMessage() for record in caplog.records) == 1
 
 
-def test_tokens_are_followed_when_their_files_change(tmp_path: Path) -> None:
+def test_token_files_reload_on_change(tmp_path: Path) -> None:
     access = Access(None, token_files(tmp_path), {})
     shown = ClientCredentials(token_file=tmp_path / "mine")
     write_token(tmp_path / "mine", OPERATE)
@@ -183,7 +183,7 @@ def test_tokens_are_followed_when_their_files_change(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("case", ["good", "plaintext", "wrong CA", "wrong name", "expired"])
-def test_the_server_is_known_by_its_certificate(
+def test_client_verifies_server_certificate(
     tmp_path: Path, authority: Authority, case: str
 ) -> None:
     hosts = ("elsewhere.example",) if case == "wrong name" else ("localhost",)
@@ -237,9 +237,7 @@ def test_roles_of_client_certificates(tmp_path: Path, authority: Authority) -> N
         assert codes(both) == (OK, OK)
 
 
-def test_certificates_are_followed_when_their_files_change(
-    tmp_path: Path, authority: Authority
-) -> None:
+def test_certificates_reload_on_change(tmp_path: Path, authority: Authority) -> None:
     server = authority.sign("server", file=f"server-{tmp_path.name}")
     mine = authority.sign("me", client=True, file=f"me-{tmp_path.name}")
     ca = tmp_path / "ca.pem"
@@ -271,7 +269,7 @@ def test_certificates_are_followed_when_their_files_change(
 
 
 @pytest.mark.parametrize("when_bad", [None, "nothing"])
-def test_files_that_could_not_be_used_are_read_again(
+def test_unusable_credential_files_are_read_again(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, when_bad: str | None
 ) -> None:
     """Nothing may be wrong with them: a clock was behind, or no descriptor was left."""
@@ -315,7 +313,7 @@ def test_files_that_could_not_be_used_are_read_again(
         (-HOUR, HOUR, True, "unsuitable certificate purpose"),
     ],
 )
-def test_a_server_does_not_start_with_a_bad_certificate(
+def test_server_with_bad_certificate_does_not_start(
     tmp_path: Path,
     authority: Authority,
     begins: dt.timedelta,

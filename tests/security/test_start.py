@@ -1,4 +1,4 @@
-"""What is refused before anything starts: where to listen, and with which files."""
+"""Refusals before anything starts: addresses to listen on, and files."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def control_access(*options: str, host: str) -> Any:
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "", "192.0.2.1", "no.such.host.invalid"])
-def test_other_addresses_need_tls_and_tokens(
+def test_non_loopback_needs_tls_and_tokens(
     tmp_path: Path, pki: tuple[Authority, Pair], host: str
 ) -> None:
     _, pair = pki
@@ -89,7 +89,7 @@ def test_loopback_needs_nothing(tmp_path: Path, host: str) -> None:
     assert access.anonymous and access.tls is None
 
 
-def test_a_trainer_that_is_refused_has_touched_nothing(tmp_path: Path) -> None:
+def test_refused_trainer_creates_no_files(tmp_path: Path) -> None:
     from draft_trainer.server.app import TrainerServer
 
     config = make_config(tmp_path, server={"host": "0.0.0.0"})
@@ -98,7 +98,7 @@ def test_a_trainer_that_is_refused_has_touched_nothing(tmp_path: Path) -> None:
     assert not (tmp_path / "registry").exists() and not (tmp_path / "samples").exists()
 
 
-def test_keys_that_need_each_other(tmp_path: Path, pki: tuple[Authority, Pair]) -> None:
+def test_incomplete_access_options_refused(tmp_path: Path, pki: tuple[Authority, Pair]) -> None:
     authority, pair = pki
     certificate, key, ca = str(pair.certificate), str(pair.key), str(authority.path)
     for access, field, needed in (
@@ -117,12 +117,12 @@ def test_keys_that_need_each_other(tmp_path: Path, pki: tuple[Authority, Pair]) 
     assert refusal.field == "--control-name" and "--control-client-ca" in refusal.next_step
 
 
-def test_a_token_given_in_place_of_its_file_is_not_repeated() -> None:
+def test_token_given_as_option_is_not_echoed() -> None:
     for given in (TOKEN, f"feed={TOKEN}", "operate="):
         assert TOKEN not in str(control_refuses("--control-token", given))
 
 
-def test_files_that_cannot_be_used(tmp_path: Path, pki: tuple[Authority, Pair]) -> None:
+def test_unusable_certificate_files_refused(tmp_path: Path, pki: tuple[Authority, Pair]) -> None:
     authority, pair = pki
     other = authority.sign("other")
     good = {"certificate": str(pair.certificate), "key": str(pair.key)}
@@ -155,7 +155,7 @@ def test_files_that_cannot_be_used(tmp_path: Path, pki: tuple[Authority, Pair]) 
         ("\n".join(f"{n:040d}" for n in range(300)), "300 tokens"),
     ],
 )
-def test_token_files(tmp_path: Path, content: str, text: str) -> None:
+def test_malformed_token_file_refused(tmp_path: Path, content: str, text: str) -> None:
     path = tmp_path / "token"
     path.touch(0o600)
     path.write_text(content)
@@ -165,7 +165,7 @@ def test_token_files(tmp_path: Path, content: str, text: str) -> None:
     assert "blanks" not in str(caught.value) and "short\n" not in str(caught.value)
 
 
-def test_token_lines(tmp_path: Path) -> None:
+def test_token_file_lines_and_roles(tmp_path: Path) -> None:
     path = write_token(tmp_path / "token", TOKEN, "  " + "u" * 33 + "  ")
     assert read_tokens(path, "f") == (TOKEN.encode(), b"u" * 33)
     files = TokenFiles({Role.FEED: [path], Role.OPERATE: [path], Role.OBSERVE: []}, "{role}")
@@ -176,7 +176,7 @@ def test_token_lines(tmp_path: Path) -> None:
     )
 
 
-def test_a_token_does_not_cross_the_network_readable(tmp_path: Path) -> None:
+def test_token_never_sent_in_plaintext(tmp_path: Path) -> None:
     token = write_token(tmp_path / "token", TOKEN)
     shown = {"token_file": str(token)}
     for address in ("192.0.2.1:1", "dns:localhost:1", "host.invalid:1"):
@@ -200,7 +200,7 @@ def test_a_token_does_not_cross_the_network_readable(tmp_path: Path) -> None:
     BridgeConfig("127.0.0.1:1", "run", trainer_credentials=ClientCredentials(token_file=token))
 
 
-def test_credentials_of_a_bridge(tmp_path: Path) -> None:
+def test_bridge_credentials_checked_at_start(tmp_path: Path) -> None:
     token = write_token(tmp_path / "token", TOKEN)
     good = ClientCredentials(token_file=token)
     config = BridgeConfig("127.0.0.1:1", "run", trainer_credentials=good)
@@ -216,9 +216,7 @@ def test_credentials_of_a_bridge(tmp_path: Path) -> None:
         assert TOKEN not in str(caught.value)
 
 
-def test_a_pipe_in_place_of_a_file_is_refused_at_once(
-    tmp_path: Path, pki: tuple[Authority, Pair]
-) -> None:
+def test_fifo_as_credential_file_refused(tmp_path: Path, pki: tuple[Authority, Pair]) -> None:
     """No process writes to it: whoever opens it to read waits for ever."""
     authority, pair = pki
     pipe = tmp_path / "pipe"
@@ -243,7 +241,7 @@ def test_a_pipe_in_place_of_a_file_is_refused_at_once(
     assert control_refuses("--control-token", f"operate={pipe}").field == "--control-token"
 
 
-def test_a_token_file_that_becomes_a_pipe_opens_nothing(tmp_path: Path) -> None:
+def test_token_file_replaced_by_fifo_grants_nothing(tmp_path: Path) -> None:
     path = write_token(tmp_path / "token", TOKEN)
     files = TokenFiles({Role.FEED: [path]}, "{role}")
     assert files.roles_of(TOKEN.encode()) == {Role.FEED}
