@@ -105,7 +105,8 @@ def run_tests(copy: Path, tests: Sequence[str], marks: str, limit: float) -> tup
         pytest's exit code, None at the time limit; the test that failed, else the output's end.
     """
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-m", marks]
-    command += [f"--timeout={limit / 2}", f"--basetemp={copy.with_name('tmp')}", *tests]
+    command += ["-o", "addopts=", f"--timeout={limit / 2}"]
+    command += [f"--basetemp={copy.with_name('tmp')}", *tests]
     env = {**os.environ, "PYTHONPATH": f"{copy}:{copy / 'proto'}"}
     with tempfile.TemporaryFile("w+") as output:
         process = subprocess.Popen(
@@ -116,6 +117,10 @@ def run_tests(copy: Path, tests: Sequence[str], marks: str, limit: float) -> tup
             with suppress(subprocess.TimeoutExpired):
                 code = process.wait(limit)
         finally:
+            # Interrupted, it stops the servers that its tests have started.
+            process.send_signal(signal.SIGINT)
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(60)
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()

@@ -167,3 +167,9 @@ def test_specs_that_cannot_be_are_refused_before_a_byte_arrives() -> None:
     bad.shape[0] = -4
     with pytest.raises(RefusedError, match="shape"):
         ChunkAssembler([bad], 1 << 20)
+
+
+def test_tensors_that_exceed_bound_together_refused() -> None:
+    specs = [spec_of(name, torch.zeros(4)) for name in ("a", "b")]
+    with pytest.raises(RefusedError, match="32 bytes, expected at most 31 bytes"):
+        ChunkAssembler(specs, 31)
