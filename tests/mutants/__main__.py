@@ -36,7 +36,7 @@ GENERATED = ("proto/slipstream/v1/*_pb2*", "proto/slipstream/_commit")
 TIERS = {"fast": "not slow", "slow": "slow"}
 PASSED, FAILED, NONE_SELECTED = 0, 1, 5
 """pytest's exit codes."""
-_FAILURE = re.compile(r"(?m)^(?:FAILED|ERROR) (.+?)(?: - |$)")
+_FAILURE = re.compile(r"(?m)^(?:FAILED|ERROR) (tests/.+?)(?: - |$)")
 
 
 @dataclass(frozen=True)
