@@ -17,6 +17,7 @@ from draft_trainer.drafters import acceptance
 from draft_trainer.drafters.acceptance import (
     Method,
     expected_acceptance,
+    step_acceptance,
     truncated,
     visit_probabilities,
 )
@@ -251,3 +252,21 @@ def test_no_anchor_is_no_acceptance_length() -> None:
     silent = sample.repacked(loss_mask=torch.zeros_like(sample.loss_mask))
     with pytest.raises(RefusedError, match="no anchor"):
         expected_acceptance(head(), [silent], policy.heads(), K, "greedy")
+
+
+@pytest.mark.parametrize("limits", [{"top_p": 0.6}, {"top_k": 2}])
+def test_survival_averages_to_rate_under_truncation(limits: dict[str, float]) -> None:
+    """Over every token that may come next, with the probability that it is sampled."""
+    policy, ids = Policy(), torch.arange(VOCAB)
+    rollouts = [torch.tensor([1, 2, token]) for token in range(VOCAB)]
+    samples = [policy.sample(row, prompt=1, temperature=TEMPERATURE) for row in rollouts]
+    for sample in samples:
+        sample.header.sampling.MergeFrom(SamplingParameters(**limits))
+    batch = collate(samples, policy.heads(rows=ids))
+    known = valid_targets(batch, 1)
+    model = head(5, draft_vocab=VOCAB)
+    with torch.no_grad():
+        rate, survival = step_acceptance(model, batch, known, "probabilistic", torch.float32)
+    p = _truncated(policy.transitions(TEMPERATURE), **limits)[1, 2]
+    mean = float((p * survival[0, :, 0]).sum())
+    assert mean == pytest.approx(float(rate[0, 0, 0]), rel=1e-4)

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from draft_trainer.drafters.attention import ttt_attention
+from draft_trainer.drafters.batch import batches
 from tests.draft_trainer.synthetic import Policy, collate, head
 
 
@@ -84,3 +85,14 @@ def test_unroll_padding_and_packing_change_no_output() -> None:
     for row, expected in enumerate(alone):
         assert (padded[row, : len(expected)] - expected).abs().max() < 1e-5
         assert (split[row, : len(expected)] - expected).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("ids", [(0, 1), (1, 0)])
+def test_packed_sequences_are_rows_whatever_their_ids(ids: tuple[int, int]) -> None:
+    policy = Policy()
+    (sample,) = policy.samples(1)
+    half = sample.tokens // 2
+    segments = torch.tensor(ids).repeat_interleave(torch.tensor([half, sample.tokens - half]))
+    packed = sample.repacked(sample_id="packed", segment_ids=segments.int())
+    (batch,) = batches([packed], policy.heads(), 1 << 20)
+    assert sorted(batch.anchors.sum(1).tolist()) == sorted([half, sample.tokens - half])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import grpc
@@ -343,3 +344,12 @@ async def test_abort_waits_for_running_commit(plane: Plane) -> None:
         assert plane.control.live[DRAFT].version == live
         assert plane.served(DRAFT) == live
         assert plane.control.staged == {}
+
+
+def test_stage_id_with_other_bytes_of_same_version_refused(plane: Plane) -> None:
+    """A trainer with another registry uses the number too; what is held is not its release."""
+    plane.stage(DRAFT, 1)
+    (held,) = weights(DRAFT, 1).source.tensors
+    other = WeightSource(tensors=(replace(held, key=Key("other", "float32", 10)),))
+    with pytest.raises(RefusedError, match="other content"):
+        plane.control.add_stage(Weights(DRAFT, 1, other, "draft-1"))

@@ -327,3 +327,16 @@ def test_server_with_bad_certificate_does_not_start(
     with pytest.raises(Exception, match=text) as caught:
         tls(bad)
     assert caught.value.field == "certificate"  # type: ignore[attr-defined]
+
+
+def test_call_with_two_tokens_refused(tmp_path: Path) -> None:
+    """One of them was added on the way, and nobody knows which."""
+    twice = [("authorization", f"Bearer {token}") for token in (OPERATE, OBSERVE)]
+    with (
+        start(Access(None, token_files(tmp_path), {})) as address,
+        open_channel(address) as channel,
+        pytest.raises(grpc.RpcError) as caught,
+    ):
+        commit = pb_grpc.RolloutServerStub(channel).Commit
+        commit(pb.CommitRequest(), timeout=DEADLINE, metadata=twice)
+    assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED

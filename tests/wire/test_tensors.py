@@ -157,3 +157,9 @@ def test_tensor_spec_invalid_refused_before_first_byte() -> None:
     bad.shape[0] = -4
     with pytest.raises(RefusedError, match="shape"):
         ChunkAssembler([bad], 1 << 20)
+
+
+def test_tensors_that_exceed_bound_together_refused() -> None:
+    specs = [spec_of(name, torch.zeros(4)) for name in ("a", "b")]
+    with pytest.raises(RefusedError, match="32 bytes, expected at most 31 bytes"):
+        ChunkAssembler(specs, 31)
