@@ -14,9 +14,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from benchmarks.publish_faults.memory_server import MemoryServer
 from policy_bridge import BridgeConfig, PolicyBridge, PolicySyncError
 from tests.policy_bridge.conftest import VOCAB, make_model
-from tests.policy_bridge.doubles import DEADLINE, FakeRollout, FakeTrainer
+from tests.policy_bridge.doubles import DEADLINE, FakeTrainer
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "integrations.md"
 TITLE = "Policies through vLLM's own weight transfer"
@@ -35,7 +36,7 @@ def run(block: int, **surroundings: object) -> None:
 class Rig:
     """A rollout server and the address of its trainer."""
 
-    rollout: FakeRollout
+    rollout: MemoryServer
     address: str
 
     def open(self) -> PolicyBridge:
@@ -46,20 +47,20 @@ class Rig:
 
 @pytest.fixture
 def rig() -> Iterator[Rig]:
-    rollout, trainer = FakeRollout(), FakeTrainer()
-    with rollout.serve() as served:
-        trainer.rollout_servers = (served.address,)
-        with trainer.serve() as server:
-            yield Rig(rollout, server.address)
+    rollout, trainer = MemoryServer(), FakeTrainer()
+    trainer.rollout_servers = (rollout.address,)
+    with trainer.serve() as server:
+        yield Rig(rollout, server.address)
+    rollout.stop()
 
 
 def test_external_weights_are_sent_beside_the_commit(rig: Rig) -> None:
     sent: list[int] = []
     with rig.open() as bridge:
         run(0, bridge=bridge, version=5, broadcast_weights=lambda: sent.append(1), **UPDATE)
-    (update,) = rig.rollout.updates.values()
+    (update,) = rig.rollout.engine.received
     assert '"dtype_names": ["bfloat16"]' in update
-    assert sent == [1] and len(rig.rollout.commits) == 1
+    assert sent == [1] and len(rig.rollout.commits()) == 1
 
 
 @pytest.mark.parametrize(
@@ -110,11 +111,11 @@ def test_sharded_weights_gathered_by_all_ranks_or_none(
     monkeypatch.setattr(dist, "get_rank", lambda: here.rank)
     monkeypatch.setattr(dist, "broadcast_object_list", broadcast)
     if fails == "stage":
-        rig.rollout.fail.add("Stage")
+        rig.rollout.faults.stage = "a switch"
     with rig.open() as lead, rig.open() as other, ThreadPoolExecutor(2) as pool:
         ranks = [pool.submit(rank, number, bridge) for number, bridge in enumerate((lead, other))]
         assert type(ranks[0].exception()) is (error or type(None))
         assert ranks[1].exception() is None
     assert gathered[0] == gathered[1] == list("abc")[:gathers]
     assert sent == (list("abc") if not fails else [])
-    assert len(rig.rollout.commits) == (fails != "stage")
+    assert len(rig.rollout.commits()) == (fails != "stage")

@@ -103,7 +103,7 @@ def test_server_joining_gets_policy_and_leaving_once_more(
         ):
             trainer.rollout_servers = tuple(named)
             push(bridge, version)
-            assert {s.address for d, s in rollouts if d.policy_version == version} == asked
+            assert {r.address for r in rollouts if r.policy_version == version} == asked
         assert trainer.sessions == 1
     result = push(bridge, 5)
     assert result.draft_errors, "the trainer is gone"
@@ -143,7 +143,7 @@ def test_unlisted_server_is_asked_once_though_sync_fails(
         push(bridge, 2)
     renamed.faults.stage = ""
     assert push(bridge, 3).left_out == {}
-    assert [d.policy_version for d, _ in rollouts] == [1, 3]
+    assert [rollout.policy_version for rollout in rollouts] == [1, 3]
 
 
 @pytest.mark.parametrize("skips", [False, True])

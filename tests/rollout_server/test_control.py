@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import grpc
@@ -349,7 +348,6 @@ async def test_abort_waits_for_running_commit(plane: Plane) -> None:
 def test_stage_id_with_other_bytes_of_same_version_refused(plane: Plane) -> None:
     """A trainer with another registry uses the number too; what is held is not its release."""
     plane.stage(DRAFT, 1)
-    (held,) = weights(DRAFT, 1).source.tensors
-    other = WeightSource(tensors=(replace(held, key=Key("other", "float32", 10)),))
+    other = Weights.of(DRAFT, 1, [spec_of("w", torch.tensor([7, 7]))], plane.store, "draft-1")
     with pytest.raises(RefusedError, match="other content"):
-        plane.control.add_stage(Weights(DRAFT, 1, other, "draft-1"))
+        plane.control.add_stage(other)
