@@ -25,36 +25,6 @@ from tests.rollout_server.live import Live
 
 ROOT = Path(__file__).resolve().parents[1]
 
-CONTRACT = (
-    # exactly once, over kill -9 of either side
-    "tests/draft_trainer/test_exactly_once.py",
-    "tests/draft_trainer/test_store_kills.py",
-    "tests/draft_trainer/test_resume.py",
-    "tests/transport/test_kills.py",
-    # publish faults: all servers or none, whoever dies
-    "tests/draft_trainer/test_publish_faults.py",
-    "tests/draft_trainer/test_publisher_heal.py",
-    "tests/draft_trainer/test_release_damage.py",
-    # EAGLE-3 as vLLM serves it and as other trainers train it
-    "tests/alignment/",
-    "tests/draft_trainer/test_golden.py",
-    "tests/draft_trainer/test_golden_modelopt.py",
-    "tests/draft_trainer/test_objective.py",
-    # the policy's output distribution, and swaps under load
-    "tests/losslessness/",
-    "tests/rollout_server/test_live.py",
-    "tests/rollout_server/test_live_guard.py",
-    # hostile and broken peers
-    "tests/robustness/",
-    "tests/security/",
-    # gradients bit-identical, the policy never waits
-    "tests/policy_bridge/test_capture.py",
-    "tests/policy_bridge/test_models.py",
-    "tests/policy_bridge/test_strictness.py",
-)
-"""Tests that state what Slipstream guarantees: `pytest -m contract`. Assertions here are a
-contract: a change to one changes the product and belongs in CHANGELOG.md."""
-
 # A shell that runs the tests in the background has SIGINT ignored, and every process that they
 # start inherits that. Not per process by preexec_fn: gRPC's fork handlers then end some of them.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -165,13 +135,6 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     """pytest's hook: skips what starts vLLM where it cannot run."""
     if item.get_closest_marker("vllm") and "vllm" in lacking():
         pytest.skip(lacking()["vllm"])
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """pytest's hook: marks the contract tests."""
-    for item in items:
-        if item.nodeid.startswith(CONTRACT):
-            item.add_marker(pytest.mark.contract)
 
 
 _MODULE_MARK = re.compile(r"(?m)^pytestmark = (\[\s*)?pytest\.mark\.vllm\b")

@@ -35,6 +35,8 @@ from slipstream.errors import RefusedError
 from slipstream.security import Access, TokenFiles
 from slipstream.tls import TlsFiles, TlsPaths
 
+pytestmark = pytest.mark.contract("economy")
+
 LLAMA = {
     "hidden_size": 4096,
     "num_hidden_layers": 32,

@@ -33,6 +33,8 @@ from slipstream.v1 import draft_trainer_pb2 as pb
 from tests.adapters.ranks import AUX_LAYERS, STEPS, batches, completion_mask, loop
 from tests.policy_bridge.doubles import DEADLINE, FakeTrainer
 
+pytestmark = pytest.mark.contract("never waits")
+
 ROOT = Path(__file__).resolve().parents[2]
 ROWS = PROMPTS * SAMPLES
 
@@ -95,6 +97,7 @@ def seen(policy_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
         yield Seen(ranks, loop, pipeline, rollout)
 
 
+@pytest.mark.slow
 def test_two_fsdp2_ranks_bit_identical_and_ship_every_sample(seen: Seen) -> None:
     for found in (rank["loop"] for rank in seen.ranks):
         assert found["same"] and found["flushed"] and found["shed"] == {}, found
@@ -137,6 +140,7 @@ def test_one_rank_bit_identical_and_ships_every_sample(policy_dir: Path) -> None
     rollout.stop()
 
 
+@pytest.mark.slow
 def test_pipeline_stages_ship_same_samples_as_whole_policy(seen: Seen, policy_dir: Path) -> None:
     first, last = (rank["pipeline"] for rank in seen.ranks)
     assert (first["gathered"], first["layers"]) == (0, 5)

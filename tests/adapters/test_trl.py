@@ -298,6 +298,7 @@ class Recorded:
         return completions
 
 
+@pytest.mark.slow
 @pytest.mark.vllm
 def test_trl_rollouts_on_vllm_use_synced_weights(
     policy_dir: Path, server: Any, tmp_path: Path

@@ -32,6 +32,8 @@ from tests.losslessness.joint import Z_BOUND, surprise
 from tests.rollout_server.checkpoints import load, perturbed
 from tests.rollout_server.live import Live, RefusedError, prompts, swap_many
 
+pytestmark = [pytest.mark.contract("alignment"), pytest.mark.slow]
+
 SWAPS = 8
 # Behind the end of a completion, which the replay does not see, a draft model that resembles the
 # policy goes on to be accepted: its completions end by their length, after many steps.

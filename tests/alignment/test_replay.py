@@ -25,7 +25,7 @@ from examples.local_services import DRAFT_LENGTH
 from tests.alignment.recorded import policy_heads, record
 from tests.rollout_server.live import Live
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.contract("alignment")]
 
 ROLLOUTS = 1024
 TOLERANCE = 0.02
@@ -81,7 +81,9 @@ def assert_replay(
     return measured
 
 
-@pytest.mark.parametrize("method", ["probabilistic", "greedy"])
+@pytest.mark.parametrize(
+    "method", ["probabilistic", pytest.param("greedy", marks=pytest.mark.slow)]
+)
 def test_replay_predicts_measured_acceptance(
     method: Method, request: pytest.FixtureRequest, policy_dir: Path, draft_dir: Path
 ) -> None:

@@ -20,7 +20,7 @@ from slipstream.v1 import release_pb2
 from tests.alignment.recorded import policy_heads, record
 from tests.draft_trainer.synthetic import logits_of, run_apart
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.contract("alignment")]
 
 TOLERANCE = 2e-3
 """Absolute, on logits of spread about 10: float32 on both sides, other orders of summation."""

@@ -17,6 +17,7 @@ from benchmarks.workers import WorkerProcess
 TINY = Case("tiny", 32, 64, 4, 2, 8, 96, 48, rows=2, tokens=12, ttt_steps=2)
 
 
+@pytest.mark.slow
 def test_benchmark_trains_tiny_case_in_both_dtypes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

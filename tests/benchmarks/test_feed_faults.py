@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
+import pytest
+
 from benchmarks.feed_faults.__main__ import targets_of, text_of
 from benchmarks.feed_faults.books import ACCEPTED, Books, Records
 from benchmarks.feed_faults.faults import FAULTS, GRPC, SHARED_MEMORY
@@ -13,10 +15,13 @@ from benchmarks.feed_faults.rig import Rig
 from benchmarks.feed_faults.table import run
 from draft_trainer.ingest.database import FILE, Database, key_of
 
+pytestmark = pytest.mark.contract("exactly once")
+
 PATIENCE = 180.0
 RUN = "run"
 
 
+@pytest.mark.slow
 def test_feed_faults_lose_and_repeat_no_sample(tmp_path: Path) -> None:
     # Those over gRPC last: one change of the transport.
     last = ("both killed", "byte flipped in a message")

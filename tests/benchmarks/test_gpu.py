@@ -22,6 +22,7 @@ def bench(folder: Path, tiny: bool = True) -> Bench:
     return Bench(torch.device("cpu"), tiny, folder, time.monotonic() + 600.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", [1, 2])
 def test_gpu_benchmark_runs_every_section_on_cpu(part: int, tmp_path: Path) -> None:
     out = tmp_path / "figures.json"

@@ -23,6 +23,8 @@ from rollout_server.install_cpu import FOR_DEVELOPERS, locks, without_developers
 from slipstream import __version__
 from tests.deploy.manifests import ROOT
 
+pytestmark = pytest.mark.slow
+
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 PROJECT = PYPROJECT["project"]
 RECORD = ["record", "--policy", "x", "--out", "y", "--rollouts", "z"]

@@ -28,6 +28,8 @@ from tests.deploy.fleet import (
 )
 from tests.deploy.manifests import DEPLOY
 
+pytestmark = pytest.mark.slow
+
 ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'slipstream-rl[ray]'")
 
 PATIENCE = 240.0

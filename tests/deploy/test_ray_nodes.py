@@ -26,6 +26,8 @@ from tests.deploy.fleet import (
     wait_for,
 )
 
+pytestmark = pytest.mark.slow
+
 ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'slipstream-rl[ray]'")
 
 PATIENCE = 240.0

@@ -25,6 +25,8 @@ from tests.deploy.fleet import (
 from tests.draft_trainer.rig import Client, train
 from tests.draft_trainer.test_cli import write_config
 
+pytestmark = pytest.mark.slow
+
 ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'slipstream-rl[ray]'")
 
 PATIENCE = 240.0

@@ -12,6 +12,7 @@ import pytest
 
 from docs import make_architecture, make_metrics, make_results
 from docs.make_metrics import PROCESSES, Process
+from tests import contracts
 
 ROOT = make_architecture.ROOT
 ARCHITECTURE = make_architecture.PAGE.read_text(encoding="utf-8")
@@ -25,10 +26,16 @@ ARCHITECTURE = make_architecture.PAGE.read_text(encoding="utf-8")
         (make_results.PAGE, make_results.page),
         (make_results.README, make_results.readme),
         (make_results.INTEGRATIONS, make_results.integrations),
+        (contracts.PAGE, contracts.page),
     ],
 )
 def test_generated_page_is_current(path: Path, made: Callable[[], str]) -> None:
     assert path.read_text(encoding="utf-8") == made(), f"run python -m {made.__module__}"
+
+
+def test_every_contract_has_fast_tests() -> None:
+    fast = {file.contract for file in contracts.test_files() if file.fast}
+    assert fast == contracts.CONTRACTS.keys()
 
 
 def test_economics_quotes_committed_draft_length_ratios() -> None:

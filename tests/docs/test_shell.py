@@ -223,6 +223,7 @@ def services(folder: Path) -> Iterator[tuple[str, str]]:
         process.wait(30)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", [label(path) for path in PAGES if blocks(label(path))])
 def test_shell_blocks_of_page_run_in_order(page: str, tmp_path: Path, programs: Path) -> None:
     if page == "security.md" and shutil.which("openssl") is None:

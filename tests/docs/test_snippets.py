@@ -114,6 +114,7 @@ def completions() -> Iterator[str]:
         yield f":{port}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("page", "section", "text"), blocks("python"), ids=lambda v: str(v)[:40])
 def test_python_block_runs_as_printed(
     page: str, section: str, text: str, tmp_path: Path, completions: str

@@ -12,6 +12,8 @@ import pytest
 from docs.first_hour import ROOT, TUTORIAL, Reader
 from examples.arithmetic_grpo.processes import free_port
 
+pytestmark = pytest.mark.slow
+
 PORTS = ("8000", "50061", "50051", "9464")
 ENVIRONMENT = {
     "PYTHONPATH": str(ROOT),

@@ -101,6 +101,7 @@ def _simulate(
     return reached, accepted
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["probabilistic", "greedy"])
 @pytest.mark.parametrize("limits", [{"top_p": 0.6}, {"top_k": 2}])
 def test_replay_predicts_simulated_acceptance(limits: dict[str, float], method: Method) -> None:

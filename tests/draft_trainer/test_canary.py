@@ -18,6 +18,8 @@ from draft_trainer.releases.promotions import HISTORY_SECONDS, Batch
 from slipstream.errors import RefusedError, StatusCode
 from tests.draft_trainer.fleet_rig import LONG, Rig, fleet_events
 
+pytestmark = pytest.mark.contract("trial")
+
 GOOD, RUINED = [70, 50, 30], [2, 0, 0]
 """Accepted at each position of 100 drafts."""
 

@@ -118,6 +118,7 @@ def test_sigterm_while_training_exits_0(tmp_path: Path) -> None:
             stream.send(rollouts(1, seed=1)[0])
 
 
+@pytest.mark.slow
 def test_client_killed_and_sigint_exits_0(tmp_path: Path) -> None:
     feeder = """
 import os, sys

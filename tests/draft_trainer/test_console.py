@@ -96,6 +96,7 @@ def test_status_command_shows_trainer_and_fleet(
     assert "cannot be redrawn" in refused(capsys, "top", "--address", live.address)
 
 
+@pytest.mark.slow
 def test_status_into_closed_pipe_or_ascii_locale(live: Live) -> None:
     environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
     # As a shell has it: what is printed waits for the end of the program.
@@ -251,6 +252,7 @@ def test_web_page_in_a_browser(live: Live, tmp_path: Path) -> None:
     assert "Refused to" not in done.stderr
 
 
+@pytest.mark.slow
 def test_events_follow_over_killed_trainer(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -17,6 +17,8 @@ from draft_trainer.training.economy import (
 from slipstream.v1.release_pb2 import GateFigures
 from slipstream.v1.rollout_server_pb2 import ServerState
 
+pytestmark = pytest.mark.contract("economy")
+
 HORIZON = 10
 STEP = 30.0
 """Seconds of a policy version."""

@@ -8,12 +8,15 @@ import threading
 from pathlib import Path
 
 import grpc
+import pytest
 from safetensors.torch import load_file
 
 from slipstream.client import open_channel
 from slipstream.v1 import draft_trainer_pb2 as pb
 from tests.draft_trainer.rig import Client, Stream, feeding, make_config, rollouts
 from tests.draft_trainer.test_cli import serving, write_config
+
+pytestmark = pytest.mark.contract("exactly once")
 
 EPOCHS = 2
 OPTIONS = {

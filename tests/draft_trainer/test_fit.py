@@ -30,6 +30,8 @@ from tests.draft_trainer.recordings import record_synthetic
 from tests.draft_trainer.rig import write_draft
 from tests.draft_trainer.synthetic import Policy, head
 
+pytestmark = pytest.mark.slow
+
 PROGRAM = """
 import os, signal, sys
 from draft_trainer.cli.main import main

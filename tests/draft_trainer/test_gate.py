@@ -29,6 +29,8 @@ from slipstream.v1 import release_pb2
 from tests.draft_trainer.rig import make_config
 from tests.draft_trainer.synthetic import VOCAB, Policy, head
 
+pytestmark = pytest.mark.contract("gate")
+
 CONFIG = TrainingConfig(learning_rate=3e-3, warmup_steps=5, weight_averaging=0.0, ttt_steps=3)
 COMPLETIONS = 4
 DRAWS = 600

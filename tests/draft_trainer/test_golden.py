@@ -23,6 +23,8 @@ from draft_trainer.drafters.policy import PolicyHead, PolicyHeads
 from draft_trainer.kernels.library import using_kernels
 from tests.draft_trainer.synthetic import logits_of
 
+pytestmark = pytest.mark.contract("alignment")
+
 STEPS = 4
 EPS = 1e-5
 _GOLDEN = Path(__file__).parent / "golden"

@@ -34,6 +34,8 @@ from tests.draft_trainer.test_golden import (
     _load,
 )
 
+pytestmark = pytest.mark.contract("alignment")
+
 golden, dims = _load("modelopt")
 
 

@@ -24,6 +24,8 @@ from slipstream.errors import RefusedError
 from tests.draft_trainer.dense_head import dense_step
 from tests.draft_trainer.synthetic import assert_near, logits_of, run_apart
 
+pytestmark = pytest.mark.contract("alignment")
+
 WIDTH, VOCAB, TOKENS, START = 192, 128, 14, 200
 
 _BASE: dict[str, Any] = {
@@ -155,6 +157,7 @@ def served(folder: Path, policy_dir: Path) -> dict[str, dict[str, Tensor]]:
     return {name: load_file(f"{path}.safetensors") for name, path in drafts.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", _VARIANTS)
 def test_modules_equal_vllms(served: dict[str, dict[str, Tensor]], folder: Path, name: str) -> None:
     """Two draft steps over the whole sequence: fused states, logits, and what is fed back."""

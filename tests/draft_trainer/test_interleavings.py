@@ -17,7 +17,7 @@ from rollout_server.engine import VllmEngine
 from rollout_server.standby import ASLEEP, SAME
 from tests.draft_trainer.fleet_rig import LONG, Rig
 
-pytestmark = pytest.mark.usefixtures("no_backoff")
+pytestmark = [pytest.mark.usefixtures("no_backoff"), pytest.mark.contract("all or none")]
 
 GOOD, RUINED = [70, 50, 30], [2, 0, 0]
 

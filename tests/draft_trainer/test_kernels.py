@@ -128,6 +128,7 @@ def test_kernel_bits_do_not_depend_on_threads() -> None:
     assert all(map(torch.equal, *results))
 
 
+@pytest.mark.slow
 @compiled
 @pytest.mark.parametrize("refuses", [False, True])
 def test_kernels_compile_at_path_with_space(
@@ -149,6 +150,7 @@ def test_kernels_compile_at_path_with_space(
     assert (library._WIDE in flags) == ("__AVX512F__" in target and not refuses)
 
 
+@pytest.mark.slow
 @compiled
 def test_compiled_kernels_are_private_under_any_umask(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -158,6 +158,7 @@ with open_channel(trainer.address) as channel:
 """
 
 
+@pytest.mark.slow
 def test_local_trainer_saves_state_at_interpreter_exit(
     policy_dir: Path, draft_dir: Path, tmp_path: Path
 ) -> None:
@@ -215,6 +216,7 @@ def test_local_trainer_gpu_memory_fraction_is_refused(draft_dir: Path, state: Pa
     assert list(state.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_local_trainer_notebook_raises_acceptance(
     state: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -283,6 +283,7 @@ def test_mtp_state_without_averages_loads_with_averaging() -> None:
         assert torch.equal(tensor, state[f"head.{name}"])
 
 
+@pytest.mark.slow
 def test_mtp_fit_of_recorded_final_states(policy_dir: Path, tmp_path: Path) -> None:
     """From the bridge's own hooks to a folder that vLLM loads."""
     model = AutoModelForCausalLM.from_pretrained(policy_dir, dtype=torch.float32).eval()

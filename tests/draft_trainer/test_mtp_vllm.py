@@ -15,6 +15,8 @@ from draft_trainer.drafters.mtp import Mtp, MtpConfig, MtpHead
 from draft_trainer.drafters.policy import PolicyHead
 from tests.draft_trainer.synthetic import QWEN, assert_near, logits_of, run_apart
 
+pytestmark = [pytest.mark.contract("alignment"), pytest.mark.slow]
+
 WIDTH, VOCAB, TOKENS, STEPS, ANCHORS = 64, 128, 12, 4, (0, 1, 7)
 
 SIZES: dict[str, Any] = {

@@ -10,6 +10,8 @@ from draft_trainer.drafters.loss import METRICS, step_weights, ttt_objective, va
 from tests.draft_trainer.synthetic import Policy, collate, draft_vocab_ids, head, logits_of
 from tests.draft_trainer.training_process import HEADS
 
+pytestmark = pytest.mark.contract("alignment")
+
 
 def test_teacher_is_the_policy_itself() -> None:
     """p over the draft rows equals the policy's own full softmax there, at T = 0.7."""

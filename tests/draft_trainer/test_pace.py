@@ -105,6 +105,7 @@ def samples(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Sample], Pol
     return [recording[i] for i in range(len(recording))], recording.policy_heads(draft.target_ids())
 
 
+@pytest.mark.slow
 def test_pace_of_random_draft_learns_faster(
     samples: tuple[list[Sample], PolicyHeads], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,6 +9,8 @@ import pytest
 from benchmarks.publish_faults.faults import FAULTS, Fault, run
 from benchmarks.publish_faults.rig import Rig
 
+pytestmark = pytest.mark.contract("all or none")
+
 
 @pytest.fixture(scope="module")
 def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:

@@ -14,6 +14,8 @@ from draft_trainer.releases.publisher import PublishResult
 from tests.draft_trainer.fleet_rig import LONG, Rig, fleet_events
 from tests.waiting import until
 
+pytestmark = pytest.mark.contract("all or none")
+
 
 def test_complete_without_prepare_commits_policy_alone(rig: Rig) -> None:
     rig.promotions.offer(1)

@@ -20,7 +20,7 @@ from slipstream.errors import RefusedError, StatusCode
 from tests.draft_trainer.fleet_rig import LONG, Rig, fleet_events
 from tests.draft_trainer.registry_rig import flip_bit
 
-pytestmark = pytest.mark.usefixtures("no_backoff")
+pytestmark = [pytest.mark.usefixtures("no_backoff"), pytest.mark.contract("all or none")]
 
 
 def test_restarted_server_gets_release_of_fleet(rig: Rig) -> None:

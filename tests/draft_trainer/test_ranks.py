@@ -37,6 +37,8 @@ from tests.draft_trainer.synthetic import Policy, head
 from tests.draft_trainer.test_cli import PROGRAM, write_config
 from tests.draft_trainer.training_process import train_here
 
+pytestmark = pytest.mark.slow
+
 _MODULE = "tests.draft_trainer.training_process"
 _DEADLINE = 300
 # Both runs add up the same float32 numbers in another order; the largest difference that was

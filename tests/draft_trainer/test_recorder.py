@@ -36,6 +36,8 @@ from tests.draft_trainer.samples import sealed
 from tests.draft_trainer.synthetic import HIDDEN, VOCAB, Policy, config, draft_vocab_ids
 from tests.draft_trainer.test_recording import WRITE_UNTIL_KILLED
 
+pytestmark = pytest.mark.slow
+
 
 def new_run(folder: Path, run_id: str) -> Run:
     store = SampleStore(folder, ReplayConfig(capacity_bytes=1 << 20))

@@ -23,6 +23,8 @@ from slipstream.sample import Sample
 from tests.draft_trainer.recordings import FACTS, record_synthetic, same
 from tests.draft_trainer.synthetic import HIDDEN, VOCAB, Policy, config, draft_vocab_ids
 
+pytestmark = pytest.mark.slow
+
 
 def bfloat16(sample: Sample, version: int = 1) -> Sample:
     return sample.repacked(

@@ -23,6 +23,8 @@ from tests.draft_trainer.rig import (
 )
 from tests.draft_trainer.synthetic import head
 
+pytestmark = pytest.mark.contract("all or none")
+
 
 def test_every_kind_of_damage_is_noticed(tmp_path: Path) -> None:
     registry = Registry(tmp_path)

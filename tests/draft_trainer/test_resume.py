@@ -14,6 +14,8 @@ from safetensors.torch import load_file
 
 from tests.draft_trainer.training_process import HEADS, train_here
 
+pytestmark = pytest.mark.contract("exactly once")
+
 _COMMAND = (sys.executable, "-m", "tests.draft_trainer.training_process")
 _DEADLINE = 300
 _EPOCHS = 10
@@ -33,7 +35,10 @@ def _last_state(folder: Path) -> dict[str, torch.Tensor]:
     return load_file(max((folder / "states").glob("state-*.safetensors")))
 
 
-@pytest.mark.parametrize("kind", HEADS)
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param(k, marks=[] if k == "eagle3" else pytest.mark.slow) for k in HEADS],
+)
 def test_training_killed_at_any_instant_ends_bit_equal(kind: str, tmp_path: Path) -> None:
     """Before a state has its name, before an old one goes, and at random.
 

@@ -12,6 +12,8 @@ from draft_trainer.config import CanaryConfig
 from draft_trainer.releases.canary import TUNED_FOR, Arm, decide
 from draft_trainer.releases.promotions import Batch
 
+pytestmark = pytest.mark.contract("trial")
+
 K = 3
 IN_FLIGHT = 32
 LENGTH = 40

@@ -10,6 +10,8 @@ from draft_trainer.drafters import loss as soft_targets
 from draft_trainer.drafters.loss import Target, TeacherRows, soft_target_loss
 from draft_trainer.drafters.policy import PolicyHead
 
+pytestmark = pytest.mark.contract("alignment")
+
 STEPS, ROWS, HIDDEN, VOCAB = 3, 37, 24, 50
 
 

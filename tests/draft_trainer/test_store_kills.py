@@ -8,6 +8,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+pytestmark = pytest.mark.contract("exactly once")
+
 _COMMAND = (sys.executable, "-m", "tests.draft_trainer.storing_process")
 
 

@@ -8,6 +8,8 @@ import pytest
 
 from benchmarks.trials.__main__ import DRILLS, Memory, begin, run
 
+pytestmark = pytest.mark.contract("trial")
+
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Memory]:

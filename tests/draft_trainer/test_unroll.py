@@ -10,6 +10,8 @@ from draft_trainer.drafters.attention import ttt_attention
 from draft_trainer.drafters.batch import batches
 from tests.draft_trainer.synthetic import Policy, collate, head
 
+pytestmark = pytest.mark.contract("alignment")
+
 
 def _dense(q: Tensor, k0: Tensor, v0: Tensor, *own: Tensor) -> Tensor:
     """Attention over [T, (S + 1) * T] keys with a dense mask."""

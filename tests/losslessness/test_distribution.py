@@ -26,7 +26,9 @@ from examples.arithmetic_grpo.task import MAX_COMPLETION_TOKENS
 from examples.arithmetic_grpo.tokenizer import EOS_ID
 from slipstream.errors import RefusedError
 from tests.losslessness.joint import Z_BOUND, chi_square_p_value, exact_joint, surprise
-from tests.rollout_server.live import Live
+from tests.rollout_server.live import V2_SLOW, Live
+
+pytestmark = pytest.mark.contract("lossless")
 
 PER_REQUEST = 64
 TOKENS = 4
@@ -50,7 +52,7 @@ class Sizes:
     completions: int
 
 
-SIZES = {"V1": Sizes(6_144, 1.1, 64, 8), "V2": Sizes(512, 1.5, 16, 2)}
+SIZES = {"V1": Sizes(6_144, 1.1, 64, 4), "V2": Sizes(512, 1.5, 16, 2)}
 
 
 @pytest.fixture(scope="module")
@@ -129,6 +131,7 @@ def exact(policy: PreTrainedModel, prompts: list[list[int]]) -> dict[tuple[int, 
     return joint
 
 
+@V2_SLOW
 @pytest.mark.vllm
 def test_sampled_joint_matches_policy_while_speculating(
     live: Live, sizes: Sizes, prompts: list[list[int]], exact: dict[tuple[int, ...], float]
@@ -141,6 +144,7 @@ def test_sampled_joint_matches_policy_while_speculating(
     assert chi_square_p_value(samples, exact) > ALPHA
 
 
+@V2_SLOW
 @pytest.mark.vllm
 def test_sampled_joint_matches_policy_under_swaps(
     live: Live,
@@ -183,6 +187,7 @@ def sample_whole(
     return [prompt for prompt in prompts for _ in range(each)], completions
 
 
+@V2_SLOW
 @pytest.mark.vllm
 def test_sampled_tokens_are_as_surprising_as_policy_says(
     live: Live,
@@ -201,6 +206,7 @@ def test_sampled_tokens_are_as_surprising_as_policy_says(
     assert swapping.worst < Z_BOUND, swapping
 
 
+@pytest.mark.slow
 def test_surprise_detects_hotter_policy(policy: PreTrainedModel, prompts: list[list[int]]) -> None:
     """It passes the policy's own samples and refuses 10 % hotter ones."""
     given = prompts * 8
@@ -220,6 +226,7 @@ def greedy(server: Live, prompts: list[list[int]]) -> list[tuple[int, ...]]:
         )
 
 
+@V2_SLOW
 @pytest.mark.vllm
 def test_greedy_output_unchanged_while_speculating(
     live: Live,

@@ -30,7 +30,11 @@ from slipstream.errors import RefusedError
 from tests.losslessness.joint import Z_BOUND, SurpriseSums, log_probs_over_versions
 from tests.rollout_server.live import Live
 
-PROMPTS, SAMPLES = 64, 8
+pytestmark = [pytest.mark.contract("lossless"), pytest.mark.slow]
+
+PROMPTS = {"V1": 64, "V2": 8}
+"""By runner: V2 is interpreted."""
+SAMPLES = 8
 NOISE, SHARPNESS = 0.5, 0.7
 """Of the second policy: noise in a matrix's own spread, and the factor of its logits."""
 
@@ -124,35 +128,37 @@ class Committer:
 
 
 @pytest.mark.vllm
-def test_every_token_is_of_the_version_that_the_server_names(
-    server: Live, policies: list[PreTrainedModel], draft_dir: Path
+def test_sampled_token_matches_the_policy_version_named(
+    live: Live, policies: list[PreTrainedModel], draft_dir: Path
 ) -> None:
-    prompts = [prompt_ids(problem) for problem in held_out_problems(PROMPTS)]
+    prompts = [prompt_ids(problem) for problem in held_out_problems(PROMPTS[live.runner])]
     repeated = [prompt for prompt in prompts for _ in range(SAMPLES)]
     draft = load_file(draft_dir / "model.safetensors")
-    preempted = server.metric("vllm:num_preemptions_total")
+    preempted = live.metric("vllm:num_preemptions_total")
     sampling = {"temperature": 1.0, "max_tokens": MAX_COMPLETION_TOKENS}
     # A request that fails is an error here.
     with (
-        CompletionsClient([server.http], "policy") as client,
-        Committer(server, policies, draft) as committer,
+        CompletionsClient([live.http], "policy") as client,
+        Committer(live, policies, draft) as committer,
     ):
         rows = client.generate(repeated, sampling)
-    assert len(rows) == PROMPTS * SAMPLES
+    assert len(rows) == len(repeated)
     assert committer.policies >= 3 and committer.drafts >= 3
     # A request that is preempted computes its keys and values again, by one version.
-    assert server.metric("vllm:num_preemptions_total") == preempted
+    assert live.metric("vllm:num_preemptions_total") == preempted
     assert sum(len(row.spans) > 1 for row in rows) > len(rows) // 4
-    found = {(c.draft_version, c.policy_version): c.drafts for c in server.acceptance().pairs}
+    found = {(c.draft_version, c.policy_version): c.drafts for c in live.acceptance().pairs}
     assert len({draft for draft, _ in found}) > 1 and len({policy for _, policy in found}) > 2
     assert worst(policies, repeated, rows) < Z_BOUND
+    if live.runner == "V2":
+        return  # too few tokens for what follows
     # Power: the same tokens as if one policy had sampled them all, or each the other one. Where
     # most completions span many versions, the latter's two errors cancel in part: z is about 7.
     assert worst([policies[0]] * 2, repeated[::2], rows[::2]) > Z_BOUND
     assert worst(policies[::-1], repeated, rows) > Z_BOUND
 
 
-def test_distributions_over_versions_are_those_of_each_model_where_they_must_be(
+def test_log_probs_over_versions_match_each_model(
     policies: list[PreTrainedModel],
 ) -> None:
     prompt = prompt_ids(held_out_problems(1)[0])

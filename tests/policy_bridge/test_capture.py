@@ -12,6 +12,8 @@ from .conftest import HIDDEN, Connect, batch, deliver, make_model, ship
 from .doubles import DEADLINE, FakeTrainer
 from .windows import assert_same_bits, gradients_in, hooks_on, own_logprobs
 
+pytestmark = pytest.mark.contract("never waits")
+
 LAYERS = (2, 4, 5)
 
 

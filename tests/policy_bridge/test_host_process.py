@@ -38,6 +38,7 @@ raise SystemExit(3)
 """
 
 
+@pytest.mark.slow
 def test_failing_loop_exits_with_its_own_error() -> None:
     """And not by SIGABRT, of a thread that is inside torch while the interpreter ends."""
     with FakeTrainer().serve() as server:

@@ -30,6 +30,8 @@ from .windows import (
     step_without_logprobs,
 )
 
+pytestmark = pytest.mark.contract("never waits")
+
 LOOPS: dict[str, tuple[Step, bool]] = {
     "given-logprobs": (step_on_given_logprobs, False),
     "training-pass": (step_without_logprobs, True),

@@ -15,6 +15,8 @@ from slipstream.sample import Sample, header_of, layout_of
 from slipstream.shm import MemoryLostError, SharedFile
 from slipstream.tensors import Bytes
 
+pytestmark = pytest.mark.contract("never waits")
+
 # The smallest block has 256 bytes: sizes here are multiples of that.
 UNIT = 256
 

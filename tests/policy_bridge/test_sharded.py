@@ -37,6 +37,8 @@ from .doubles import DEADLINE, FakeTrainer
 from .policies import adapted, qwen3_moe
 from .windows import Batch, Windows, hooks_on, own_logprobs, session_of
 
+pytestmark = pytest.mark.contract("never waits")
+
 
 def test_ddp_policy_is_announced_and_pushed_by_plain_names(one_rank: None) -> None:
     model = DistributedDataParallel(tiny_qwen3())

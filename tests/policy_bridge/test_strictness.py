@@ -17,6 +17,8 @@ from slipstream.errors import RefusedError
 from .conftest import Connect, batch, deliver, make_model, ship, sync
 from .doubles import DEADLINE, FakeTrainer
 
+pytestmark = pytest.mark.contract("never waits")
+
 Spoil = Callable[[torch.nn.Module, dict[str, torch.Tensor], Capture], None]
 
 

@@ -23,6 +23,8 @@ from .conftest import Connect, Rollouts, addresses, batch, deliver, make_model, 
 from .doubles import DEADLINE, BlackHole, FakeTrainer
 from .policies import adapted
 
+pytestmark = pytest.mark.contract("never waits")
+
 Log = pytest.LogCaptureFixture
 REFUSED = RefusedError("commit", "a switch", "no switch", "turn it off")
 

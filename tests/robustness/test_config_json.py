@@ -18,6 +18,8 @@ from slipstream.errors import RefusedError
 from tests.draft_trainer.synthetic import HIDDEN, QWEN, dflash_head
 from tests.draft_trainer.test_draft_model import SIZES
 
+pytestmark = pytest.mark.contract("hostile peers")
+
 CHECKPOINTS = Path(__file__).resolve().parents[1] / "draft_trainer" / "checkpoints"
 ODD: list[Any] = [
     *(None, True, -1, 0, 10**30, 0.5, float("inf"), float("nan"), "x", ""),

@@ -21,6 +21,8 @@ from tests.draft_trainer.rig import feeding, make_config, refusal, rollouts
 from tests.draft_trainer.synthetic import Policy
 from tests.transport.rig import samples, sending
 
+pytestmark = pytest.mark.contract("hostile peers")
+
 Mount = Callable[[Path, str], Path]
 
 

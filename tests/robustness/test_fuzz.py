@@ -18,6 +18,8 @@ from tests.robustness.services import Process
 
 from .conftest import Rollout, Size, Trainer
 
+pytestmark = pytest.mark.contract("hostile peers")
+
 SEED = 0
 CALLS = (40, 1500)
 """Calls of each method, in a short and in a long run."""

@@ -26,6 +26,8 @@ from slipstream.tensors import _varint, unframe
 from slipstream.v1 import draft_trainer_pb2 as pb
 from tests.draft_trainer.rig import open_to_all
 
+pytestmark = pytest.mark.contract("hostile peers")
+
 
 class Clock:
     def __init__(self) -> None:

@@ -24,6 +24,8 @@ from tests.waiting import until
 
 from .conftest import DEADLINE, PATIENCE, Rollout, Size, Trainer
 
+pytestmark = [pytest.mark.contract("hostile peers"), pytest.mark.slow]
+
 MORE_MEMORY = 96 << 20
 
 

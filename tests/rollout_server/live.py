@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 import torch
 
 from examples.local_services import ROOT, RolloutServer, refused
@@ -33,6 +34,15 @@ V2_ENV = {
 """Of a server with Model Runner V2 and asynchronous scheduling: tests/runner_v2 says how."""
 V2_REQUESTS = 3
 """That a V2 server runs at once: the interpreter takes tens of milliseconds a request and step."""
+
+
+V2_SLOW = pytest.mark.parametrize(
+    "live",
+    ["server", pytest.param("server_v2", marks=pytest.mark.slow)],
+    ids=["V1", "V2"],
+    indirect=True,
+)
+"""Of a test that the fast tier runs with V1 alone."""
 
 
 def prompts(count: int, seed: int = 0) -> list[list[int]]:

@@ -26,6 +26,8 @@ from rollout_server.store import ContentStore, WeightSource
 from slipstream.errors import RefusedError
 from slipstream.tensors import spec_of
 
+pytestmark = pytest.mark.contract("all or none")
+
 
 class Engine(MemoryEngine):
     """That can be held, and checks what it is told that it replaces."""

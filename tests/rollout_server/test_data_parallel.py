@@ -25,6 +25,8 @@ from tests.draft_trainer.rig import open_to_all
 from tests.rollout_server.checkpoints import load, perturbed
 from tests.rollout_server.live import Live, prompts
 
+pytestmark = pytest.mark.contract("all or none")
+
 DRAFT = Change("draft", WeightSource("new"), WeightSource("old"))
 POLICY = Change("policy", WeightSource("new"), WeightSource("old"))
 EXTERNAL = Change("policy", WeightSource("new"), WeightSource(transfer="{}"))
@@ -281,6 +283,7 @@ def test_step_sums_add_up_over_cores() -> None:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.vllm
 def test_data_parallel_server_commits_under_load(  # type: ignore[no-untyped-def]
     serve, policy_dir: Path, draft_dir: Path, monkeypatch: pytest.MonkeyPatch

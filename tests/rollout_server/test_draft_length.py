@@ -32,6 +32,8 @@ from rollout_server.step_costs import (
     StepSums,
 )
 
+pytestmark = pytest.mark.contract("draft length")
+
 SIZES = (1, 4, 16, 64)
 FRESH = (0.9, 0.8, 0.7)
 STALE = (0.3, 0.1, 0.0)

@@ -23,7 +23,7 @@ from slipstream.v1 import rollout_server_pb2 as pb
 from tests.rollout_server.checkpoints import load, perturbed
 from tests.rollout_server.live import Live, lasting, prompts, refused, until
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +44,7 @@ def stage_external(live: Live, stage_id: str, version: int, update: str) -> None
     refused(lambda: stage(live.stub, header, {}, timeout=CALL_SECONDS))
 
 
-def test_policy_and_draft_change_in_one_call_with_one_version(
+def test_external_policy_and_draft_commit_in_one_call(
     live: Live, policy_dir: Path, draft_dir: Path, tmp_path: Path
 ) -> None:
     # Longer than a block of the prefix cache, so that a hit on the old policy's would show.
@@ -75,7 +75,7 @@ def test_policy_and_draft_change_in_one_call_with_one_version(
     assert live.generate(long) == first
 
 
-def test_an_update_that_the_engine_cannot_take_is_refused_at_the_stage(live: Live) -> None:
+def test_external_update_engine_cannot_take_is_refused(live: Live) -> None:
     before = lasting(live.state())
     for update, text in (
         ('{"names": []}', "FileEngine.*names"),
@@ -95,7 +95,7 @@ def save_torn(policy: dict[str, torch.Tensor], path: Path) -> None:
     save_file(perturbed(torn, scale=1.0, seed=3), path)
 
 
-def test_a_transfer_that_fails_leaves_the_old_policy(
+def test_failed_transfer_keeps_old_policy(
     live: Live, policy_dir: Path, draft_dir: Path, tmp_path: Path
 ) -> None:
     batch = prompts(16)
@@ -120,7 +120,7 @@ def test_a_transfer_that_fails_leaves_the_old_policy(
     assert live.state().policy_version == 21 and live.generate(batch) == before
 
 
-def test_a_transfer_that_fails_after_an_earlier_one_ends_the_server(
+def test_transfer_failing_half_way_ends_server(
     live: Live, policy_dir: Path, tmp_path: Path
 ) -> None:
     """Where the earlier one came from are other weights by now, as in a trainer's memory."""

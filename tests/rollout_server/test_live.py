@@ -22,6 +22,7 @@ from slipstream.tensors import digest, spec_of
 from slipstream.v1 import rollout_server_pb2 as pb
 from tests.rollout_server.checkpoints import load, perturbed
 from tests.rollout_server.live import (
+    V2_SLOW,
     Completion,
     Live,
     RefusedError,
@@ -30,7 +31,7 @@ from tests.rollout_server.live import (
     until,
 )
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.contract("lossless")]
 _VERSIONS = itertools.count(100)
 
 
@@ -106,6 +107,7 @@ def test_roll_back_restores_draft_without_upload(
     assert live.stage("draft", "zero", 0, draft).bytes_received == 0
 
 
+@V2_SLOW
 def test_acceptance_counters_follow_draft_version(
     live: Live, draft: dict[str, torch.Tensor]
 ) -> None:
@@ -212,6 +214,7 @@ def test_speculation_toggled_under_load_keeps_output(live: Live, plain: list[Com
     assert sum(live.drafts().values()) > sum(before.values())
 
 
+@V2_SLOW
 def test_refused_stage_changes_nothing(
     live: Live, draft: dict[str, torch.Tensor], plain: list[Completion]
 ) -> None:
@@ -272,6 +275,7 @@ def test_commit_failing_half_way_is_undone(
     assert sum(live.drafts().values()) > 0
 
 
+@V2_SLOW
 def test_aborted_stage_cannot_be_committed(live: Live, draft: dict[str, torch.Tensor]) -> None:
     live.stage("draft", "gone", 3, perturbed(draft, scale=0.1, seed=2))
     for _ in range(2):
@@ -298,6 +302,7 @@ def test_health_and_reflection_answer(server: Live) -> None:
         assert "slipstream.v1.RolloutServer" in names
 
 
+@V2_SLOW
 def test_step_metrics_match_vllm_counters(live: Live) -> None:
     live.generate()
     live.speculate(False)

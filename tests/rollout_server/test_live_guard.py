@@ -24,7 +24,7 @@ from slipstream.v1 import rollout_server_pb2 as pb
 from tests.draft_trainer.fleet_rig import fleet_events
 from tests.rollout_server.live import Live, until
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.contract("trial")]
 
 
 class Guarded:
@@ -76,9 +76,7 @@ def guarded(server: Live, draft_dir: Path, tmp_path: Path) -> Iterator[Guarded]:
     guarded.close()
 
 
-def test_a_ruined_draft_that_was_forced_is_rolled_back_while_requests_run(
-    server: Live, guarded: Guarded
-) -> None:
+def test_forced_ruined_draft_is_rolled_back_under_load(server: Live, guarded: Guarded) -> None:
     live = server
     batch = [prompt_ids(problem) for problem in held_out_problems(32)]
     live.speculate(False)
@@ -95,7 +93,7 @@ def test_a_ruined_draft_that_was_forced_is_rolled_back_while_requests_run(
     assert all(done == plain for done in rounds), "no request failed and no token differs"
 
 
-def test_read_back_finds_the_draft_that_was_committed(server: Live, guarded: Guarded) -> None:
+def test_read_back_matches_committed_draft(server: Live, guarded: Guarded) -> None:
     live = server
     guarded.publisher.promote(1, pin=False)
     state = live.stub.GetState(pb.GetStateRequest(read_back=True), timeout=60)

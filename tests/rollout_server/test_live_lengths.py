@@ -11,7 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.rollout_server.checkpoints import load, perturbed
 from tests.rollout_server.live import Live, prompts, until
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.contract("draft length")]
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +42,7 @@ def steps(server: Live) -> dict[tuple[str, int], float]:
     return found
 
 
-def test_a_ruined_draft_is_not_asked_and_a_good_one_is(auto: Live, draft_dir: Path) -> None:
+def test_auto_stops_ruined_draft_and_resumes_good_one(auto: Live, draft_dir: Path) -> None:
     plain_steps = {length for kind, length in steps(auto) if kind == "plain"}
     assert plain_steps == set() or plain_steps == {0}
     assert planned(auto) == {1: 3, 4: 3, 16: 3}
@@ -68,3 +68,18 @@ def test_a_ruined_draft_is_not_asked_and_a_good_one_is(auto: Live, draft_dir: Pa
     found = steps(auto)
     assert {length for kind, length in found if kind == "speculative"} == {0, 1, 2, 3}
     assert found["plain", 0] > 0
+
+
+@pytest.mark.slow
+def test_draft_lengths_change_under_load_keeps_output_v2(serve, server_v2: Live) -> None:  # type: ignore[no-untyped-def]
+    """Calibration drafts every length in turn while requests run."""
+    server_v2.speculate(False)
+    expected = server_v2.generate()
+    server_v2.speculate(True)
+    auto = serve("--speculation", "auto", runner="V2")
+
+    def every_length() -> bool:
+        assert auto.generate() == expected
+        return {n for kind, n in steps(auto) if kind == "speculative"} >= {1, 2, 3}
+
+    until(every_length, 600)

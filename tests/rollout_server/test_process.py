@@ -18,7 +18,7 @@ from tests.rollout_server.checkpoints import load, perturbed, write_draft
 from tests.rollout_server.live import Live, prompts, until
 from tests.rollout_server.test_owned_process import WAIT, alive
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 
 def descendants(pid: int) -> set[int]:

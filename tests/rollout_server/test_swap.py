@@ -29,6 +29,8 @@ from tests.rollout_server.drafts import (
     torn_weights,
 )
 
+pytestmark = pytest.mark.contract("lossless")
+
 
 def test_swap_equals_reload(drafts: Drafts) -> None:
     expected = []

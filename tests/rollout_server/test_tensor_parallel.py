@@ -19,7 +19,7 @@ from slipstream.v1 import rollout_server_pb2 as pb
 from tests.rollout_server.checkpoints import load, perturbed
 from tests.rollout_server.live import Live, prompts
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.contract("all or none"), pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")

@@ -13,6 +13,8 @@ from torch import nn
 
 from rollout_server import engine_core, plugins, vllm_patches, worker
 
+pytestmark = pytest.mark.contract("lossless")
+
 
 class Model(nn.Module):
     """The names that vLLM's models have."""

@@ -16,6 +16,8 @@ from slipstream.errors import RefusedError
 from slipstream.shm import SharedFile
 from tests.draft_trainer.rig import SPEC, make_config, rollouts, running, write_draft
 
+pytestmark = pytest.mark.contract("hostile peers")
+
 OTHERS = 0o077
 
 

@@ -20,6 +20,8 @@ from slipstream.tls import TlsFiles, TlsPaths
 from tests.security.certificates import HOUR, Authority, Pair, write_token
 from tests.waiting import until
 
+pytestmark = pytest.mark.contract("hostile peers")
+
 TOKENS = {role: role.value * 8 for role in Role}
 DEADLINE = 60.0
 

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.contract("hostile peers")
+
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ("proto", "policy_bridge", "draft_trainer", "rollout_server", "examples", "benchmarks")
 MODULES = {

@@ -47,9 +47,12 @@ SIZES = {"vocab_size": VOCAB, "hidden_size": HIDDEN, "num_hidden_layers": 8}
 ENVIRONMENT = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'proto'}", "OMP_NUM_THREADS": "1"}
 ROLES = ("feed", "observe", "operate")
 
-pytestmark = pytest.mark.skipif(
-    shutil.which("openssl") is None, reason="needs the openssl program: apt-get install openssl"
-)
+pytestmark = [
+    pytest.mark.skipif(
+        shutil.which("openssl") is None, reason="needs the openssl program: apt-get install openssl"
+    ),
+    pytest.mark.contract("hostile peers"),
+]
 
 
 def block(language: str, contains: str) -> str:
@@ -198,6 +201,7 @@ def leaked(site: Site) -> list[str]:
     return [name for name, secret in secrets_of(site).items() if secret in text]
 
 
+@pytest.mark.slow
 def test_documented_commands_over_tls(site: Site) -> None:
     text = site.shell(block("sh", "draft-trainer status"))
     assert re.search(r"promoted release +0\b", text)
@@ -281,6 +285,7 @@ def test_roles_are_kept_apart(site: Site) -> None:
                 site.output.append(str(refusal))
 
 
+@pytest.mark.slow
 def test_command_errors_name_the_credential_to_fix(site: Site) -> None:
     def refused(options: str) -> str:
         script = f"! draft-trainer status --address {site.trainer} {options} 2>&1"

@@ -9,6 +9,8 @@ from grpc_reflection.v1alpha import reflection_pb2
 from slipstream.security import GRANTS, METHODS, Access, Role, TokenFiles, roles_granted
 from slipstream.v1 import draft_trainer_pb2, rollout_server_pb2
 
+pytestmark = pytest.mark.contract("hostile peers")
+
 FILES = (draft_trainer_pb2, rollout_server_pb2, health_pb2, reflection_pb2)
 
 

@@ -23,6 +23,8 @@ from slipstream.v1 import rollout_server_pb2 as pb
 from slipstream.v1 import rollout_server_pb2_grpc as pb_grpc
 from tests.security.certificates import HOUR, Authority, write_token
 
+pytestmark = pytest.mark.contract("hostile peers")
+
 FEED, OBSERVE, OPERATE = (role.value * 8 for role in Role)
 DEADLINE = 60.0
 SERVICE = pb.DESCRIPTOR.services_by_name["RolloutServer"].full_name

@@ -19,6 +19,8 @@ from slipstream.security import ClientCredentials, Role, TokenFiles, is_loopback
 from tests.draft_trainer.rig import make_config
 from tests.security.certificates import Authority, Pair, write_token
 
+pytestmark = pytest.mark.contract("hostile peers")
+
 TOKEN = "t" * 40
 
 

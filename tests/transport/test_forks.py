@@ -63,6 +63,7 @@ def python(
     return subprocess.run(command, env=env, capture_output=True, text=True, timeout=240)
 
 
+@pytest.mark.slow
 def test_training_process_may_fork_while_bridge_sends(tmp_path: Path) -> None:
     """With gRPC's fork handlers 1 to 3 of 100 such children end by SIGABRT.
 

@@ -15,6 +15,8 @@ from tests.draft_trainer.rig import feeding, make_config, running
 
 from .rig import samples, sending
 
+pytestmark = pytest.mark.contract("exactly once")
+
 
 @contextmanager
 def process(module: str, *arguments: object) -> Iterator[subprocess.Popen[str]]:
