@@ -19,6 +19,7 @@ from rollout_server.vllm_versions import (
     HOOKS,
     KNOWN,
     PLACES,
+    TESTED,
     ReadSource,
     Sources,
     missing,
@@ -26,10 +27,9 @@ from rollout_server.vllm_versions import (
 
 PAGE = Path(__file__).with_name("operations.md")
 _BEGIN, _END = "<!-- make_vllm_versions: begin -->\n", "<!-- make_vllm_versions: end -->\n"
-_RAN = "served and swapped on a CPU (runner V1)"
-_RAN_OTHERWISE = {
-    "0.30": "started on a CPU, where vLLM's own draft kernels fail",
-    "0.33": f"{_RAN}, with the kernels of 0.32's CPU build",
+_BESIDE = {
+    "0.30": "V1: started, where vLLM's own draft kernels fail",
+    "0.33": "with the kernels of 0.32's CPU build",
 }
 _PLANNED = "as planned; a `draft_model` drafts all, of which as many are verified"
 _WHEEL = re.compile(r"(vllm(?:_cpu)?)-(\d+\.\d+)(\.\d+)-.*\.whl")
@@ -74,11 +74,13 @@ def table(directory: Path) -> str:
     found = {version: (release, Sources(read)) for version, release, read in wheels(directory)}
     names = len(HOOKS) + len(PLACES)
     lines = [
-        "| vLLM | looked up in | names and parameters | lengths on Model Runner V2 | ran |",
+        "| vLLM | looked up in | names and parameters | lengths on Model Runner V2 "
+        "| served and swapped on a CPU |",
         "|---|---|---|---|---|",
     ]
     for version in KNOWN:
-        ran = _RAN_OTHERWISE.get(version, _RAN)
+        ran = [f"{t.runner}, {t.scheduling}" for t in TESTED if t.version == version]
+        ran = "; ".join([*ran, *filter(None, [_BESIDE.get(version)])])
         if version not in found:
             lines.append(f"| {version} | no wheel | not looked up | not looked up | {ran} |")
             continue

@@ -19,13 +19,34 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from slipstream.errors import RefusedError
 
-TESTED = ("0.29", "0.31", "0.32", "0.33")
-"""Versions that served and swapped drafts in the tests, on a CPU (Model Runner V1); 0.33, which has
-no CPU build, with the kernels of 0.32's."""
+
+class Tested(NamedTuple):
+    """A vLLM that served and swapped drafts in the tests, on a CPU.
+
+    Attributes:
+        version: without the patch level.
+        runner: "V1" or "V2", its model runner; V2 by Triton's interpreter.
+        scheduling: "synchronous" or "asynchronous".
+    """
+
+    version: str
+    runner: str
+    scheduling: str
+
+
+TESTED = (
+    Tested("0.29", "V1", "synchronous"),
+    Tested("0.31", "V1", "synchronous"),
+    Tested("0.32", "V1", "synchronous"),
+    Tested("0.32", "V2", "asynchronous"),
+    # It has no CPU build: with the kernels of 0.32's.
+    Tested("0.33", "V1", "synchronous"),
+)
+_TESTED_VERSIONS = tuple(dict.fromkeys(tested.version for tested in TESTED))
 
 KNOWN = ("0.29", "0.30", "0.31", "0.32", "0.33")
 """Versions whose source has every name below with these parameters."""
@@ -266,12 +287,12 @@ def check_version(version: str, untested: bool) -> None:
             raise RefusedError(
                 "vLLM",
                 version,
-                f"{KNOWN[0]} to {KNOWN[-1]} (tested: {', '.join(TESTED)})",
+                f"{KNOWN[0]} to {KNOWN[-1]} (tested: {', '.join(_TESTED_VERSIONS)})",
                 f"install one of these, or try this one with {OPTION}",
             )
         logger.warning("vLLM %s is outside the range %s to %s", version, KNOWN[0], KNOWN[-1])
-    elif release not in TESTED:
-        tested = ", ".join(TESTED)
+    elif release not in _TESTED_VERSIONS:
+        tested = ", ".join(_TESTED_VERSIONS)
         logger.warning(
             "vLLM %s has every name that is needed, but is not tested; tested: %s", version, tested
         )
@@ -294,7 +315,7 @@ def check_hooks(version: str, read: ReadSource | None = None) -> None:
             f"vLLM {version}",
             "; ".join(lacking),
             "every name that Slipstream patches or calls",
-            f"use a vLLM release that Slipstream was tested with ({', '.join(TESTED)})",
+            f"use a vLLM release that Slipstream was tested with ({', '.join(_TESTED_VERSIONS)})",
         )
 
 
@@ -307,7 +328,9 @@ def load(name: str) -> Any:
         if installed_source(module) is not None:
             return getattr(importlib.import_module(module), name)
     expected = f"in {' or '.join(PLACES[name])}"
-    raise RefusedError(f"vLLM's {name}", "absent", expected, f"use vLLM {', '.join(TESTED)}")
+    raise RefusedError(
+        f"vLLM's {name}", "absent", expected, f"use vLLM {', '.join(_TESTED_VERSIONS)}"
+    )
 
 
 def configure_logging(args: Any) -> None:

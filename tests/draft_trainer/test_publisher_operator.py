@@ -12,6 +12,7 @@ import grpc
 import pytest
 
 from draft_trainer.config import CanaryConfig
+from draft_trainer.releases import canary
 from draft_trainer.releases.promotions import HISTORY_SECONDS, promote_offline
 from draft_trainer.releases.registry import Registry
 from slipstream.errors import RefusedError
@@ -283,16 +284,22 @@ def test_figures_from_before_restart_are_taken_over_once(
 ) -> None:
     """Not again with each trial that begins and ends."""
     rig, clock = make_rig(1, CanaryConfig()), time.monotonic
+
+    def pass_by(seconds: float) -> None:
+        # For the trainer alone: the server, in this process, would end the call that it reads.
+        later = SimpleNamespace(monotonic=lambda: clock() + seconds, time=time.time)
+        monkeypatch.setattr(canary, "time", later)
+
     rig.watching()
     rig.draft(0, GOOD, 4000)
     assert not rig.publisher.measure()
     rig.forget()
     rig.watching()
-    monkeypatch.setattr(time, "monotonic", lambda: clock() + 0.7 * HISTORY_SECONDS)
+    pass_by(0.7 * HISTORY_SECONDS)
     rig.publisher.promote(1, pin=False)
     rig.publisher.roll_back("by hand")
     assert sum(batch.drafts for batch in rig.promotions.now.figures) >= 4000
-    monkeypatch.setattr(time, "monotonic", lambda: clock() + 1.4 * HISTORY_SECONDS)
+    pass_by(1.4 * HISTORY_SECONDS)
     rig.draft(0, WORSE, 400)
     assert not rig.publisher.measure()
     assert sum(batch.drafts for batch in rig.promotions.now.figures) == 400

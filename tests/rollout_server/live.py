@@ -77,7 +77,7 @@ class Live(RolloutServer):
         v2 = runner == "V2"
         if v2:
             args = (*args, "--max-num-seqs", str(V2_REQUESTS))
-        super().__init__(*args, env={**(env or {}), **(V2_ENV if v2 else {})}, **named)
+        super().__init__(*args, env={**(V2_ENV if v2 else {}), **(env or {})}, **named)
         self.runner = runner
         self.batch = prompts(V2_REQUESTS if v2 else 64)
         self.tokens, self.changes = (8, 6) if v2 else (40, 24)
