@@ -59,11 +59,11 @@ watch: setup
 	$(BIN)/python -m examples.arithmetic_grpo.demo --watch $(ARGS)
 
 # Triton's interpreter, with which the tests run vLLM's Model Runner V2 on a CPU. In a folder of its
-# own, where nothing else finds it.
+# own, where nothing else finds it. Where no index can be reached, those tests are skipped.
 $(VENV)/triton/.installed: $(LOCKS)/triton.lock $(VENV)/.installed
 	rm -rf $(@D)
-	$(PIP) --require-hashes --target $(@D) -r $(LOCKS)/triton.lock
-	touch $@
+	$(PIP) --require-hashes --target $(@D) -r $(LOCKS)/triton.lock && touch $@ || \
+		echo "Triton: pip failed, so tests of Model Runner V2 are skipped. Next step: see that an index is reachable"
 
 # Three workers, one of them for all that starts vLLM (tests/conftest.py): half of their time they
 # wait for processes that start. One thread each, so that two cores are not fought over.
