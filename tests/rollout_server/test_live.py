@@ -150,6 +150,8 @@ def test_draft_swaps_under_load_keep_greedy_output(
             live.stage("draft", f"swap-{version}", version, releases[swap % 3])
             assert live.commit(f"swap-{version}").state.draft_version == version
     assert all(done == plain for done in rounds), "no request failed and no token differs"
+    read = live.stub.GetState(pb.GetStateRequest(read_back=True), timeout=60)
+    assert (read.draft_version, read.not_ready) == (version, ""), "it is in the workers' memory"
     counted = sum(drafts - before.get(version, 0) for version, drafts in live.drafts().items())
     vllm = live.metric("vllm:spec_decode_num_drafts_total", engine="0", model_name="policy")
     assert counted == vllm - vllm_before, "every draft is attributed to exactly one version"

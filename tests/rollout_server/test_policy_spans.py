@@ -20,7 +20,7 @@ def told(spans: PolicySpans) -> dict[str, Any]:
     return found
 
 
-def test_spans_begin_where_each_commit_found_the_sample() -> None:
+def test_spans_begin_where_commit_found_sample() -> None:
     spans = PolicySpans()
     spans.commit(3, {})
     spans.begin(NAME)
@@ -42,7 +42,7 @@ def test_spans_begin_where_each_commit_found_the_sample() -> None:
     assert told(spans) == {"version": 5, "spans": {}}, "it came after every commit"
 
 
-def test_the_only_sample_of_each_of_several_prompts_and_a_policy_that_nobody_pushed() -> None:
+def test_spans_name_sample_by_prompt_and_choice() -> None:
     spans = PolicySpans()
     spans.begin(NAME)
     assert told(spans) == {"version": None, "spans": {}}
@@ -50,7 +50,7 @@ def test_the_only_sample_of_each_of_several_prompts_and_a_policy_that_nobody_pus
     assert told(spans)["spans"] == {"0/0": [[0, None], [2, 1]], "1/0": [[0, None], [3, 1]]}
 
 
-def test_a_header_that_clients_would_refuse_is_not_sent() -> None:
+def test_spans_header_over_limit_says_too_long() -> None:
     spans = PolicySpans()
     spans.begin(NAME)
     spans.commit(1, {f"{n}_cmpl-{NAME}-0-00c0ffee": 2 for n in range(MOST_CHARACTERS // 10)})
@@ -86,7 +86,7 @@ def call(
     return dict(sent[0]["headers"])
 
 
-def test_who_asks_is_answered_whatever_name_it_gave_its_request() -> None:
+def test_spans_header_answers_any_request_id() -> None:
     spans = PolicySpans()
     spans.commit(1, {})
 
@@ -99,7 +99,7 @@ def test_who_asks_is_answered_whatever_name_it_gave_its_request() -> None:
     assert spans._open == {}
 
 
-def test_nothing_is_changed_for_who_does_not_ask_and_of_what_is_streamed() -> None:
+def test_spans_header_absent_unless_asked_or_streamed() -> None:
     spans = PolicySpans()
     mine = (b"x-request-id", b"mine")
 
@@ -113,7 +113,7 @@ def test_nothing_is_changed_for_who_does_not_ask_and_of_what_is_streamed() -> No
     assert HEADER.encode() not in call(spans, asked, lambda name: None, [events])
 
 
-def test_a_request_that_fails_is_forgotten() -> None:
+def test_spans_forget_failed_request() -> None:
     spans = PolicySpans()
 
     def fails(name: str) -> None:
