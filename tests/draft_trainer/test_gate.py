@@ -22,6 +22,8 @@ from draft_trainer.releases.gate import (
     student,
     surely_best,
 )
+from draft_trainer.releases.promotions import Promotions
+from draft_trainer.releases.registry import Registry
 from draft_trainer.training.learner import Learner
 from slipstream.errors import RefusedError
 from slipstream.sample import Sample
@@ -155,6 +157,28 @@ def gate_of(
     )
     made._promoted = lambda: (0, incumbent)  # type: ignore[method-assign]
     return made, SimpleNamespace(heads=policy.heads(), held_out=lambda _: held, run_id="run")
+
+
+def test_gate_after_promotion_compares_with_new_release(
+    tmp_path: Path, trained: tuple[Policy, Eagle3Head, Eagle3Head]
+) -> None:
+    """A draft that passed gains nothing over itself once it is promoted."""
+    policy, before, after = trained
+    made, run = gate_of(tmp_path, policy, before, completions(policy, 20, seed=1))
+    registry = Registry(tmp_path / "registry")
+    for one in (before, after):
+        registry.create(one, release_pb2.ReleaseManifest(), torch.float32)
+    with registry.writing() as state:
+        promotions = Promotions(state, registry.get)
+        made = gate.Gate(made.config, registry, promotions, made.counters, made.drafting)
+        passed, _ = made.judge(lambda: [after], run, None)
+        promotions.promote(1, pin=False)
+        again, _ = made.judge(lambda: [after], run, None)
+    assert (passed.outcome, passed.incumbent_version) == ("passed", 0)
+    assert (again.outcome, again.incumbent_version) == ("failed", 1)
+    figures = again.gate
+    assert figures.incumbent_acceptance_length == passed.gate.candidate_acceptance_length
+    assert figures.difference == 0.0
 
 
 def test_gate_prefers_on_policy_rollouts(
