@@ -60,19 +60,20 @@ watch: setup
 
 # Triton's interpreter, with which the tests run vLLM's Model Runner V2 on a CPU. In a folder of its
 # own, where nothing else finds it. Where no index can be reached, those tests are skipped.
-$(VENV)/triton/.installed: $(LOCKS)/triton.lock $(VENV)/.installed
-	rm -rf $(@D)
-	$(PIP) --require-hashes --target $(@D) -r $(LOCKS)/triton.lock && touch $@ || \
-		echo "Triton: pip failed, so tests of Model Runner V2 are skipped. Next step: see that an index is reachable"
+$(VENV)/triton/.installed: $(LOCKS)/triton.lock | $(VENV)/.installed
+	rm -rf $(@D).new
+	$(PIP) --require-hashes --target $(@D).new -r $(LOCKS)/triton.lock \
+		&& rm -rf $(@D) && mv $(@D).new $(@D) && touch $@ \
+		|| echo "Triton: pip failed; Model Runner V2 is not tested. Next step: see that an index is reachable"
 
 # Three workers, one of them for all that starts vLLM (tests/conftest.py): half of their time they
 # wait for processes that start. One thread each, so that two cores are not fought over.
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 
-test: $(VENV)/triton/.installed
+test: setup $(VENV)/triton/.installed
 	@$(call beside_types,$(PYTEST) -m "not slow")
 
-test-all: $(VENV)/triton/.installed
+test-all: setup $(VENV)/triton/.installed
 	@$(call beside_types,$(PYTEST))
 
 # The type checker runs beside the tests; what it says stands below what they say.

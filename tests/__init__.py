@@ -1,1 +1,1 @@
-"""Tests of Slipstream; ``make test`` runs them all. Shared fixtures are in conftest.py."""
+"""Tests of Slipstream: the fast ones by ``make test``, all by ``make test-all``."""

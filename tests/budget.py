@@ -35,7 +35,8 @@ class Budget:
         """Charge what was used since the report before; a set-up pays what lies between two."""
         report = yield
         before, self._read = self._read, cpu_seconds()
-        seconds = self._read - before
+        # A process whose parent has ended is no descendant any more.
+        seconds = max(0.0, self._read - before)
         report.user_properties.append((_PROPERTY, seconds))
         if seconds > LIMIT and report.passed and item.get_closest_marker("slow") is None:
             report.outcome = "failed"

@@ -108,8 +108,8 @@ def server_v2(
     policy_dir: Path, draft_dir: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Live]:
     """``server`` with Model Runner V2 and asynchronous scheduling, as GPUs run vLLM."""
-    if "V2" in lacking():
-        pytest.skip(lacking()["V2"])
+    if "triton" in lacking():
+        pytest.skip(lacking()["triton"])
     with servers(policy_dir, draft_dir, tmp_path_factory.mktemp("server_v2")) as start:
         yield start(runner="V2")
 
@@ -131,10 +131,19 @@ def pytest_report_header() -> list[str]:
     return [f"skipped here: {what}" for what in lacking().values()]
 
 
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """pytest's hook: says it again."""
+    for what in lacking().values():
+        terminalreporter.line(f"skipped here: {what}", yellow=True)
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """pytest's hook: skips what starts vLLM where it cannot run."""
-    if item.get_closest_marker("vllm") and "vllm" in lacking():
-        pytest.skip(lacking()["vllm"])
+    """pytest's hook: skips what vLLM cannot run for here."""
+    engine = item.get_closest_marker("vllm") is not None
+    for needed in ("libnuma", "memory"):
+        what = lacking().get(needed)
+        if what and (engine or (needed == "libnuma" and _IMPORTS_VLLM.search(_text(item.path)))):
+            pytest.skip(what)
 
 
 _MODULE_MARK = re.compile(r"(?m)^pytestmark = (\[\s*)?pytest\.mark\.vllm\b")

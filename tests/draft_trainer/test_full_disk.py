@@ -82,12 +82,15 @@ def release_pointers(folder: Path) -> Component:
     state = State(folder)
     promotions = Promotions(state, lambda version: None)
 
-    def write() -> None:
-        # A roll back goes on without its event.
-        state.events.note("rolled_back", draft_version=1, reason="why")
-        promotions.intends(1)
+    return Component(lambda: promotions.intends(1), lambda: promotions.now, "draft.registry")
 
-    return Component(write, lambda: (promotions.now, state.events.since(0)), "draft.registry")
+
+def test_full_disk_drops_event_and_raises_nothing(tmp_path: Path) -> None:
+    """A roll back goes on without its event."""
+    state = State(tmp_path)
+    with full_disk():
+        state.events.note("rolled_back", draft_version=1, reason="why")
+    assert [*state.events.since(0)] == []
 
 
 def training_states(folder: Path) -> Component:
@@ -110,16 +113,26 @@ def releases(folder: Path) -> Component:
 
 
 @pytest.mark.parametrize(
-    "make",
-    [sample_bytes, sample_index, policy_matrices, release_pointers, training_states, releases],
+    ("make", "most"),
+    [
+        (sample_bytes, 0),
+        (sample_index, 0),
+        (policy_matrices, 0),
+        (release_pointers, 0),
+        (training_states, 0),
+        (training_states, 4096),
+        (releases, 0),
+        (releases, 4096),
+    ],
 )
 def test_full_disk_write_is_refused_whole(
-    make: Callable[[Path], Component], tmp_path: Path
+    make: Callable[[Path], Component], most: int, tmp_path: Path
 ) -> None:
+    """From the first byte on, and half-way."""
     part = make(tmp_path)
     before, files = part.read(), set(tmp_path.rglob("*"))
     for _ in range(2):
-        with full_disk(), pytest.raises((RefusedError, OSError)) as caught:
+        with full_disk(most), pytest.raises((RefusedError, OSError)) as caught:
             part.write()
         if part.field:
             assert isinstance(caught.value, RefusedError)

@@ -24,7 +24,7 @@ from tests.waiting import until
 
 from .conftest import DEADLINE, PATIENCE, Rollout, Size, Trainer
 
-pytestmark = [pytest.mark.contract("hostile peers"), pytest.mark.slow]
+pytestmark = pytest.mark.contract("hostile peers")
 
 MORE_MEMORY = 96 << 20
 
@@ -35,6 +35,7 @@ def more_memory(size: Size) -> int:
     return size(MORE_MEMORY, 2 * MORE_MEMORY)
 
 
+@pytest.mark.slow
 def test_silent_calls_hold_no_threads(trainer: Trainer, size: Size, more_memory: int) -> None:
     memory, calls = trainer.process.rss, size(300, 1_000)
     with Crowd(trainer.process.health) as crowd:
@@ -51,6 +52,7 @@ def test_silent_calls_hold_no_threads(trainer: Trainer, size: Size, more_memory:
     until(lambda: trainer.process.threads < 300, DEADLINE, "the threads of the calls are idle")
 
 
+@pytest.mark.slow
 def test_idle_sessions_release_rings_and_files(
     trainer: Trainer, size: Size, more_memory: int
 ) -> None:
@@ -66,6 +68,7 @@ def test_idle_sessions_release_rings_and_files(
     assert rings() == 0 or trainer.process.files <= files + 2
 
 
+@pytest.mark.slow
 def test_client_that_reads_no_acks_uses_bounded_memory(trainer: Trainer, size: Size) -> None:
     memory = trainer.process.rss
     refused = trainer.feeder.status().samples_refused
@@ -87,6 +90,7 @@ def streams(trainer: Trainer) -> int:
     return sum(trainer.feeder.status().streams.values())
 
 
+@pytest.mark.slow
 def test_flood_of_refused_calls_logs_few_lines(
     trainer: Trainer, size: Size, more_memory: int
 ) -> None:
@@ -117,6 +121,7 @@ def test_flood_of_refused_calls_logs_few_lines(
     assert len(trainer.process.text.splitlines()) - lines < 10
 
 
+@pytest.mark.slow
 def test_streams_and_messages_over_limit_refused(trainer: Trainer) -> None:
     with open_channel(trainer.process.health) as channel:
         stub = pb_grpc.DraftTrainerStub(channel)
@@ -152,6 +157,7 @@ def test_streams_and_messages_over_limit_refused(trainer: Trainer) -> None:
     trainer.feeder.serve()
 
 
+@pytest.mark.slow
 def test_batch_of_millions_of_empty_samples_refused(trainer: Trainer) -> None:
     memory = trainer.process.rss
     empty = b"\x0a\x00" * (16 << 20)
@@ -171,6 +177,7 @@ def test_batch_of_millions_of_empty_samples_refused(trainer: Trainer) -> None:
     assert trainer.process.rss - memory < MORE_MEMORY + (64 << 20)
 
 
+@pytest.mark.slow
 def test_idle_stream_ends_and_frees_its_place(tmp_path: Path) -> None:
     process = start_trainer(tmp_path, seconds=PATIENCE, idle=PATIENCE, streams=1)
     try:
@@ -205,6 +212,7 @@ while True:
 """
 
 
+@pytest.mark.slow
 def test_unplugged_client_frees_its_place(tmp_path: Path) -> None:
     process = start_trainer(tmp_path, seconds=1.0, streams=1)
     code = FEEDING.format(address=process.health, deadline=DEADLINE)
@@ -234,6 +242,7 @@ def can_stream(process: Process) -> bool:
     return True
 
 
+@pytest.mark.slow
 def test_slow_stages_do_not_block_others(rollout: Rollout, size: Size, more_memory: int) -> None:
     memory, calls = rollout.process.rss, size(300, 1_000)
     with Crowd(rollout.process.health) as crowd:

