@@ -13,7 +13,6 @@ from torch import Tensor
 from draft_trainer.drafters.eagle3.checkpoint import Eagle3
 from slipstream.errors import RefusedError
 from tests.draft_trainer.checkpoint_rig import (
-    CONFIG,
     WEIGHTS,
     d2t,
     edit_config,
@@ -139,10 +138,6 @@ def test_unreadable_files_are_refused(tmp_path: Path) -> None:
     (tmp_path / WEIGHTS).write_bytes(b"\x08\0\0\0\0\0\0\0garbage!")
     with pytest.raises(RefusedError, match=r"model\.safetensors"):
         Eagle3().read(tmp_path)
-    for text, found in (("[]", "list"), ("{}", "architectures"), ("{", "JSON")):
-        (tmp_path / CONFIG).write_text(text)
-        with pytest.raises(RefusedError, match=found):
-            Eagle3().read(tmp_path)
 
 
 def test_layout_that_lacks_a_field_is_not_written(tmp_path: Path) -> None:

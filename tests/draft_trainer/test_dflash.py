@@ -239,5 +239,3 @@ def test_dflash_trainer_releases_a_better_draft(tmp_path: Path) -> None:
     newest = releases[-1]
     assert (newest.draft_version, newest.draft_kind) == (version, "dflash")
     assert newest.gate.candidate_acceptance_length > newest.gate.incumbent_acceptance_length
-    folder = Registry(tmp_path / "registry").path(version)
-    assert load_file(folder / "model.safetensors").keys() == dflash_head().state_dict().keys()

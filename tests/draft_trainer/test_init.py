@@ -259,17 +259,6 @@ def test_init_recording_of_another_policy_is_refused(
     assert not (tmp_path / "draft").exists()
 
 
-def test_init_without_states_takes_the_whole_vocabulary(
-    tmp_path: Path, policy_dir: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    given = ("--policy", policy_dir, "--aux-layers", "1,9", "--intermediate-size", 64)
-    code, out, _ = init(capsys, *given, "--out", tmp_path / "draft")
-    assert code == 0 and out.endswith("draft vocabulary 128 of 128 tokens\n")
-    head = Eagle3().read(tmp_path / "draft").draft()
-    assert head.draft_vocab_ids is None and head.config.full_vocabulary
-    assert head.config.aux_layer_ids == (1, 9) and head.config.intermediate_size == 64
-
-
 def test_init_refusals_leave_no_files(
     tmp_path: Path,
     policy_dir: Path,
