@@ -67,13 +67,3 @@ def test_servers_switched_off_by_hand_are_not_counted() -> None:
         # Of two servers that draft a share of 1.1 / 3; where none pays, what lies beyond 2.
         share = 1 - 2.0 / 3.0 if wanted else 1.1 / 3.0
         assert loop.economy._saved_share(1.9, 1.1, 3.0) == pytest.approx(share)
-
-
-def test_servers_without_gain_do_not_justify_training() -> None:
-    loop = Loop()
-    loop.judge(4.0, 4.0, released=True)
-    for _ in range(5):
-        loop.step(10.0, training=5.0, speed_up=1.0)
-    loop.economy.measured(1.5)
-    assert not loop.step(10.0, speed_up=1.0)
-    assert loop.last.saving_seconds == 0.0
