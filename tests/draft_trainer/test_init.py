@@ -272,6 +272,7 @@ def test_init_refusals_leave_no_files(
     given: dict[str, object] = {"--policy": policy_dir, "--states": tiny_states, "--out": out}
     for changes, text in (
         ({"--out": there}, f"--out {there}: found something there"),
+        ({"--states": tmp_path}, "give one of the recordings in it: other"),
         ({"--states": tmp_path / "other"}, "recorded policy's hidden_size: found 16, expected 192"),
         ({"--aux-layers": "2,3"}, "auxiliary layers: found [2, 3] (after L layers), expected"),
         ({"--states": None, "--draft-vocab": 64}, "give --states, or leave --draft-vocab out"),
