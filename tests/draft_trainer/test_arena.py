@@ -92,18 +92,6 @@ def test_arena_extent_is_reused_only_when_nothing_views_it(tmp_path: Path) -> No
     assert retained(arena, 2) == start
 
 
-def test_arena_reservation_is_freed_with_its_last_view(tmp_path: Path) -> None:
-    arena = Arena(tmp_path / "a", 2 * ALIGNMENT)
-    first, second = arena.reserve(8), arena.reserve(8)
-    assert first is not None and second is not None
-    another = arena.view(start_of(arena, first), 8)
-    arena.retain(start_of(arena, second))
-    del first, second
-    assert arena.used == 2 * ALIGNMENT
-    del another
-    assert (arena.used, arena.pinned) == (ALIGNMENT, 0)
-
-
 def test_arena_views_ended_on_other_threads_are_counted(tmp_path: Path) -> None:
     arena = Arena(tmp_path / "a", 64 * ALIGNMENT)
     views = []

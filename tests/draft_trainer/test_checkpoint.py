@@ -109,15 +109,6 @@ def test_unknown_checkpoint_fields_are_kept(tmp_path: Path) -> None:
         Eagle3().save(second, other, like=first)
 
 
-def test_older_rope_fields_are_read(tmp_path: Path) -> None:
-    saved(tmp_path)
-    scaling = {"type": "linear", "factor": 2.0}
-    absent = dict.fromkeys(("rope_parameters", "num_aux_hidden_states", "target_hidden_size"), ...)
-    edit_config(tmp_path, **absent, rope_theta=5e5, rope_scaling=scaling)
-    config = Eagle3().read(tmp_path).config
-    assert config.rope == Rope(5e5, "linear", (("factor", 2.0),))
-
-
 @pytest.mark.parametrize("draft_vocab", [DRAFT_VOCAB, VOCAB])
 @pytest.mark.parametrize(
     ("model_type", "qk_norm", "given", "served"),
@@ -223,20 +214,6 @@ def test_shards_are_read_through_their_index(tmp_path: Path) -> None:
     save_file(tensors, tmp_path / "a.safetensors")
     with pytest.raises(RefusedError, match="again"):
         Eagle3().read(tmp_path)
-    index.write_text("[]")
-    with pytest.raises(RefusedError, match="index"):
-        Eagle3().read(tmp_path)
-
-
-def test_files_without_an_index_are_read_together(tmp_path: Path) -> None:
-    """As vLLM reads them; a release has one file, so such a folder is written again."""
-    model = saved(tmp_path)
-    tensors = load_file(tmp_path / WEIGHTS)
-    save_file({"fc.weight": tensors.pop("fc.weight")}, tmp_path / "more.safetensors")
-    save_file(tensors, tmp_path / WEIGHTS)
-    checkpoint = Eagle3().read(tmp_path)
-    assert torch.equal(checkpoint.tensors["fc.weight"], model.fc.weight)
-    assert not checkpoint.as_stored
 
 
 def test_target_ids_invert_d2t() -> None:

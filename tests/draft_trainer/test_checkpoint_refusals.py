@@ -8,13 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from draft_trainer.drafters.eagle3.checkpoint import Eagle3
 from slipstream.errors import RefusedError
 from tests.draft_trainer.checkpoint_rig import (
-    CONFIG,
     WEIGHTS,
     d2t,
     edit_config,
@@ -22,7 +20,7 @@ from tests.draft_trainer.checkpoint_rig import (
     policy_folder,
     saved,
 )
-from tests.draft_trainer.synthetic import DRAFT_VOCAB, HIDDEN, VOCAB, draft_vocab_ids, head
+from tests.draft_trainer.synthetic import DRAFT_VOCAB, HIDDEN, VOCAB, head
 
 
 def _check_refused(folder: Path, match: str) -> None:
@@ -45,13 +43,9 @@ def _check_refused(folder: Path, match: str) -> None:
         ("EAGLE-1 takes the final state", {"architectures": ["EagleLlamaForCausalLM"]}),
         ("model_type", {"model_type": "mistral"}),
         ("num_hidden_layers", {"num_hidden_layers": 2}),
-        ("hidden_act", {"hidden_act": "gelu"}),
-        ("logit_scale", {"logit_scale": 0.5}),
-        ("bias", {"bias": True}),
         ("fc_norm", {"fc_norm": "yes"}),
         ("quantization_config", {"quantization_config": {"bits": 4}}),
         ("num_aux_hidden_states", {"num_aux_hidden_states": 4}),
-        ("hidden_size", {"hidden_size": ...}),
         ("hidden_size", {"hidden_size": "16"}),
         ("rms_norm_eps", {"rms_norm_eps": ...}),
         ("num_attention_heads", {"num_attention_heads": 3, "num_key_value_heads": 1}),
@@ -59,7 +53,6 @@ def _check_refused(folder: Path, match: str) -> None:
         ("head_dim", {"head_dim": 7}),
         ("draft_vocab_size", {"draft_vocab_size": VOCAB + 1}),
         ("eagle_aux_hidden_state_layer_ids", {"eagle_aux_hidden_state_layer_ids": ...}),
-        ("eagle_aux_hidden_state_layer_ids", {"eagle_aux_hidden_state_layer_ids": [2, 5, 4]}),
         ("eagle_aux_hidden_state_layer_ids", {"eagle_aux_hidden_state_layer_ids": [2, 4, 4]}),
         ("use_aux_hidden_state", {"eagle_config": {"use_aux_hidden_state": False}}),
         (
@@ -73,17 +66,10 @@ def _check_refused(folder: Path, match: str) -> None:
         ("rope_theta", {"rope_theta": None, "rope_parameters": ...}),
         ("longrope", {"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}),
         ("mrope_section", {"rope_parameters": {"rope_theta": 1e4, "mrope_section": [2, 1, 1]}}),
-        ("high_freq_factor", {"rope_scaling": {"rope_type": "llama3", "factor": 2.0}}),
         ("factor", {"rope_scaling": {"type": "yarn"}}),
         ("type", {"rope_scaling": {"type": "linear", "rope_type": "dynamic", "factor": 2.0}}),
-        (
-            "max_trained_positions",
-            {"rope_scaling": {"type": "dynamic", "factor": 2.0, "max_trained_positions": 8}},
-        ),
         ("embed_tokens", {"target_hidden_size": 32}),
         ("missing .*q_proj.bias", {"attention_bias": True}),
-        ("missing .*input_norm", {"eagle_config": {"norm_before_fc": True}}),
-        (r"fc\.weight", {"hidden_size": 24, "target_hidden_size": 24}),
         (r"lm_head\.weight", {"draft_vocab_size": DRAFT_VOCAB - 1}),
     ],
 )
@@ -102,8 +88,6 @@ _OUTSIDE = torch.cat([d2t()[:-1], torch.tensor([VOCAB])])
     ("match", "changes"),
     [
         (r"missing \['fc.weight'\]", {"fc__weight": None}),
-        (r"missing \['lm_head.weight'\]", {"lm_head__weight": None}),
-        ("unknown .*layers.1", {"layers__1__mlp": torch.zeros(1)}),
         ("unknown .*q_proj.bias", {"midlayer__self_attn__q_proj__bias": torch.zeros(32)}),
         ("fc.weight", {"fc__weight": torch.zeros(HIDDEN, 3 * HIDDEN - 1)}),
         (
@@ -113,12 +97,10 @@ _OUTSIDE = torch.cat([d2t()[:-1], torch.tensor([VOCAB])])
         ("fc.weight.*int64", {"fc__weight": torch.zeros(16, 48, dtype=torch.int64)}),
         ("d2t.*nothing", {"d2t": None}),
         ("d2t.*ascending", {"d2t": d2t() + torch.arange(DRAFT_VOCAB).flip(0)}),
-        ("d2t.*ascending", {"d2t": draft_vocab_ids()}),
         ("d2t.*ascending", {"d2t": _OUTSIDE}),
         ("d2t.*float", {"d2t": d2t().float()}),
         ("d2t.*16 ids|d2t.*15", {"d2t": d2t()[:-1]}),
         ("t2d.*1 ids", {"t2d": (torch.arange(VOCAB) % 3 != 2) ^ (torch.arange(VOCAB) == 5)}),
-        ("t2d", {"t2d": torch.zeros(VOCAB + 1, dtype=torch.bool)}),
     ],
 )
 def test_invalid_draft_tensors_are_refused_by_name(
@@ -146,17 +128,6 @@ def test_draft_of_another_policy_is_refused(
         Eagle3().read(tmp_path, policy_folder(tmp_path, **sizes))
 
 
-def test_policy_of_one_layer_is_no_draft(tmp_path: Path) -> None:
-    """Its class has the name that drafts of SafeAILab's trainer give; its tensors have not."""
-    saved(tmp_path)
-    tensors = load_file(tmp_path / WEIGHTS)
-    layer = {n: t for n, t in tensors.items() if n.startswith("midlayer.")}
-    renamed = {n.replace("midlayer.", "model.layers.0."): t for n, t in layer.items()}
-    save_file(renamed | {"lm_head.weight": tensors["lm_head.weight"]}, tmp_path / WEIGHTS)
-    edit_config(tmp_path, architectures=["LlamaForCausalLM"])
-    _check_refused(tmp_path, r"unknown .*model\.layers\.0")
-
-
 def test_unreadable_files_are_refused(tmp_path: Path) -> None:
     with pytest.raises(RefusedError, match=r"model\.safetensors.*neither fetched"):
         Eagle3().read(tmp_path)
@@ -167,10 +138,6 @@ def test_unreadable_files_are_refused(tmp_path: Path) -> None:
     (tmp_path / WEIGHTS).write_bytes(b"\x08\0\0\0\0\0\0\0garbage!")
     with pytest.raises(RefusedError, match=r"model\.safetensors"):
         Eagle3().read(tmp_path)
-    for text, found in (("[]", "list"), ("{}", "architectures"), ("{", "JSON")):
-        (tmp_path / CONFIG).write_text(text)
-        with pytest.raises(RefusedError, match=found):
-            Eagle3().read(tmp_path)
 
 
 def test_layout_that_lacks_a_field_is_not_written(tmp_path: Path) -> None:

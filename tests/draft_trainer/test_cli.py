@@ -118,33 +118,6 @@ def test_sigterm_while_training_exits_0(tmp_path: Path) -> None:
             stream.send(rollouts(1, seed=1)[0])
 
 
-@pytest.mark.slow
-def test_client_killed_and_sigint_exits_0(tmp_path: Path) -> None:
-    feeder = """
-import os, sys
-from slipstream.client import open_channel
-from tests.draft_trainer.rig import Client, Stream, rollouts
-client = Client(open_channel(sys.argv[1]))
-client.open()
-client.announce(1)
-with Stream(client) as stream:
-    for message in rollouts(5):
-        stream.send(message)
-    os.kill(os.getpid(), 9)
-"""
-    with serving(write_config(tmp_path)) as process:
-        fed = subprocess.run(
-            [sys.executable, "-c", feeder, process.address], timeout=DEADLINE, check=False
-        )
-        assert fed.returncode == -signal.SIGKILL
-        with open_channel(process.address) as channel:
-            client = Client(channel)
-            client.open()
-            acks = client.send(*rollouts(8))
-            assert [ack.status for ack in acks] == [2] * 5 + [1] * 3
-        assert process.end(signal.SIGINT)[0] == 0
-
-
 @pytest.fixture
 def serve_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], int]]:
     """``draft-trainer serve`` in this process, which is told to stop as soon as it is ready."""
@@ -183,19 +156,6 @@ def test_serve_error_after_start_frees_registry(
     assert serve_once() == 0
 
 
-def test_status_and_a_pin(tmp_path: Path, capsys: Capture) -> None:
-    with running(make_config(tmp_path), train=False) as (server, _):
-        at = ("--address", server.address)
-        status = json.loads(run(capsys, "status", "--json", *at)[1])
-        assert status["promoted_release"] == "0" and status["idle"] is True
-        assert "loss" not in status
-        text = run(capsys, "status", *at)[1]
-        assert "promoted release 0 " in text and "loss \N{EN DASH}" in text
-        promoted = run(capsys, "releases", "promote", "0", "--pin", *at)
-        assert promoted == (0, "the fleet serves draft 0\n")
-        assert json.loads(run(capsys, "status", "--json", *at)[1])["pinned"] is True
-
-
 def test_promote_with_unreachable_server_exits_1(tmp_path: Path, capsys: Capture) -> None:
     config = make_config(tmp_path, publish={"rollout_servers": ["127.0.0.1:9"]})
     with running(config, train=False) as (server, _):
@@ -232,16 +192,6 @@ def test_serve_unusable_files_are_named(tmp_path: Path, capsys: Capture) -> None
     (tmp_path / "file").write_text("")
     line = serve(draft={"registry": str(tmp_path / "file" / "registry")})
     assert "draft.registry" in line and "Not a directory" in line
-
-
-def test_serve_removed_working_directory_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
-) -> None:
-    config, gone = write_config(tmp_path), tmp_path / "gone"
-    gone.mkdir()
-    monkeypatch.chdir(gone)
-    gone.rmdir()
-    assert "working directory" in refused(capsys, "serve", "--check", "--config", str(config))
 
 
 def test_serve_check_prints_config_and_problems(tmp_path: Path, capsys: Capture) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from draft_trainer.cli.main import main
 from draft_trainer.drafters.eagle3.checkpoint import Eagle3
@@ -156,19 +156,6 @@ def test_import_refuses_what_is_not_this_registrys_draft(
     pickled = write_draft(tmp_path / "pickled")
     (pickled / "pytorch_model.bin").write_bytes(b"\x80\x04N.")
     assert "a pickle" in refused(capsys, "import", pickled, "--registry", folder)
-    (pickled / "model.safetensors").unlink()
-    assert "a pickle" in refused(capsys, "import", pickled, "--registry", folder)
-    ruined = write_draft(tmp_path / "ruined")
-    tensors = load_file(ruined / "model.safetensors")
-    tensors["fc.weight"][0, 0] = torch.nan
-    save_file(tensors, ruined / "model.safetensors", metadata={"format": "pt"})
-    assert "not finite" in refused(capsys, "import", ruined, "--registry", folder)
-    outside = write_draft(tmp_path / "outside")
-    (outside / "model.safetensors.index.json").write_text(
-        json.dumps({"weight_map": {"fc.weight": "../initial/model.safetensors"}})
-    )
-    line = refused(capsys, "import", outside, "--registry", folder)
-    assert "names of files beside it" in line
     assert "which is no folder" in refused(capsys, "list", "--registry", tmp_path / "nothing")
     assert "without a release" in refused(capsys, "list", "--registry", tmp_path / "wide")
     assert "a running trainer" in refused(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import queue
 import threading
-import time
 
 import pytest
 
@@ -16,18 +15,6 @@ from draft_trainer.releases.fleet import Fleet
 from draft_trainer.training.economy import CoreSeconds, core_seconds
 from slipstream.v1.rollout_server_pb2 import ServerState
 from tests.draft_trainer.test_economy import Loop
-
-
-def test_the_kernel_says_what_this_process_had_of_the_cores() -> None:
-    before = core_seconds()
-    assert before is not None and before.ran > 0
-    after, end = core_seconds(), time.monotonic() + 30.0
-    # The kernel adds up when it ticks.
-    while after is not None and after.ran <= before.ran and time.monotonic() < end:
-        sum(number * number for number in range(100_000))
-        after = core_seconds()
-    assert after is not None and after.ran > before.ran and after.waited >= before.waited
-    assert 0 <= after.taken_since(before) <= after.ran - before.ran
 
 
 def test_core_seconds_count_training_threads_only() -> None:
@@ -80,22 +67,3 @@ def test_servers_switched_off_by_hand_are_not_counted() -> None:
         # Of two servers that draft a share of 1.1 / 3; where none pays, what lies beyond 2.
         share = 1 - 2.0 / 3.0 if wanted else 1.1 / 3.0
         assert loop.economy._saved_share(1.9, 1.1, 3.0) == pytest.approx(share)
-
-
-def test_idle_server_needs_no_earlier_report() -> None:
-    """The trainer restarted, or heard nothing of it for a version."""
-    loop = Loop()
-    loop.judge(3.0, 3.0, released=True)
-    loop.economy.served("a", ServerState(engine_seconds=1.0, speculation_wanted=True))
-    assert loop.economy._saved_share(2.0, 1.0, 3.0) == pytest.approx(1 / 3)
-    assert loop.economy._speed_ups == {"a": 1.0}
-
-
-def test_servers_without_gain_do_not_justify_training() -> None:
-    loop = Loop()
-    loop.judge(4.0, 4.0, released=True)
-    for _ in range(5):
-        loop.step(10.0, training=5.0, speed_up=1.0)
-    loop.economy.measured(1.5)
-    assert not loop.step(10.0, speed_up=1.0)
-    assert loop.last.saving_seconds == 0.0

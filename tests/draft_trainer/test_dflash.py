@@ -111,20 +111,6 @@ def test_dflash_outputs_match_reference_blocks(first_anchor: int) -> None:
             torch.testing.assert_close(found, expected, atol=2e-5, rtol=1e-4)
 
 
-def test_dflash_positions_see_nothing_after_their_anchor() -> None:
-    """Not the tokens between the anchor's and its own, as in a chain; and each sees all places."""
-    head, policy = dflash_head(), Policy()
-    heads = policy.heads(rows=torch.arange(VOCAB))
-    tokens = policy.rolls(torch.Generator().manual_seed(0), 1)[0]
-    other = tokens.clone()
-    other[11:] = (other[11:] + 1) % VOCAB
-    first, second = (collate([policy.sample(row)], heads) for row in (tokens, other))
-    for one, two in zip(head.unroll(first, STEPS), head.unroll(second, STEPS), strict=True):
-        assert torch.equal(one[0, :10], two[0, :10]) and not torch.equal(one[0, 10], two[0, 10])
-    [short, *_], [long, *_] = (list(head.unroll(first, steps)) for steps in (1, STEPS))
-    assert not torch.allclose(short[0, :10], long[0, :10], atol=1e-3)
-
-
 def write(folder: Path, head: DflashHead, **others: Tensor) -> Path:
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(head.config.to_dict()))
@@ -167,19 +153,12 @@ assert isinstance(NESTED, dict)
     ("changes", "field"),
     [
         ({"architectures": ["Qwen3DSparkModel"]}, "architectures"),
-        ({"model_type": "llama"}, "model_type"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
-        ({"attention_bias": True}, "attention_bias"),
-        ({"target_hidden_size": 2 * HIDDEN}, "target_hidden_size"),
         ({"draft_vocab_size": 8}, "draft_vocab_size: found 8, expected 24: embeddings and lm_head"),
-        ({"quantization_config": {"bits": 4}}, "quantization_config"),
-        ({"eagle_aux_hidden_state_layer_ids": [1]}, "eagle_aux_hidden_state_layer_ids"),
         ({"dflash_config": None}, "dflash_config"),
         ({"dflash_config": NESTED | {"mask_token_id": VOCAB}}, "mask_token_id: found 24"),
-        ({"dflash_config": NESTED | {"target_layer_ids": [3, 1]}}, "target_layer_ids"),
         ({"dflash_config": NESTED | {"target_layer_ids": [1, 7, 8]}}, "without the last one's"),
         ({"dflash_config": NESTED | {"causal": True}}, "dflash_config.causal"),
-        ({"dflash_config": NESTED | {"use_swa": True}}, "dflash_config.use_swa"),
         ({"num_hidden_layers": 3}, "missing"),
         ({"num_hidden_layers": 1 << 20}, "num_hidden_layers: found 1048576, expected .* to 1024"),
         ({"num_key_value_heads": 3}, "num_key_value_heads: found 3, expected a divisor of 4"),
@@ -260,5 +239,3 @@ def test_dflash_trainer_releases_a_better_draft(tmp_path: Path) -> None:
     newest = releases[-1]
     assert (newest.draft_version, newest.draft_kind) == (version, "dflash")
     assert newest.gate.candidate_acceptance_length > newest.gate.incumbent_acceptance_length
-    folder = Registry(tmp_path / "registry").path(version)
-    assert load_file(folder / "model.safetensors").keys() == dflash_head().state_dict().keys()

@@ -82,23 +82,6 @@ def test_verdict_from_before_restart_is_no_problem(outcome: str) -> None:
     assert found(healthy(started_at=2.0, **left))["gate"].severity == OK
 
 
-def test_healthy_trainer_has_no_problem() -> None:
-    diagnosis = diagnose(healthy(), CONFIG)
-    assert {one.severity for one in diagnosis} == {OK}
-    assert first_problem(diagnosis) is None
-    assert [one.part for one in diagnosis] == [
-        *("policy", "samples", "training", "gate", "release", "servers", "trial")
-    ]
-
-
-def test_stale_samples_during_a_pause_are_no_problem() -> None:
-    """The pause may be over: counters are of the time since some snapshot."""
-    for reason, severity in (("unneeded", OK), ("stale", PROBLEM)):
-        for paused in (True, False):
-            status = healthy(evicted_by_reason={reason: 600}, training_paused=paused)
-            assert found(status)["samples"].severity == severity
-
-
 def test_samples_dropped_at_start_are_not_accepted_ones() -> None:
     few = {"samples_accepted": 20, "samples_held_out": 80, "samples_pending": 20}
     samples = found(healthy(evicted_by_reason={"stale": 60}, **few))["samples"]
@@ -138,9 +121,6 @@ FEW = "124 held-out anchors in 3 prompts, 200 in 4 are needed"
 @pytest.mark.parametrize(
     ("changes", "part", "severity", "text", "key"),
     [
-        ({"run_id": ""}, "policy", WAITING, "no training job", "PolicyBridge"),
-        ({"policy_version": None}, "policy", WAITING, "no policy version", "bridge.sync"),
-        ({"samples_accepted": 0}, "samples", WAITING, "no sample", "ship"),
         (
             {
                 "samples_refused": 900,
@@ -156,11 +136,6 @@ FEW = "124 held-out anchors in 3 prompts, 200 in 4 are needed"
         (
             {"evicted_by_reason": {"stale": 600, "undone": 900}},
             *("samples", PROBLEM, "(stale)", "replay.max_policy_lag"),
-        ),
-        ({"train_steps": 0, "samples_pending": 9}, "training", WAITING, "no optimizer step", ""),
-        (
-            {"training_decision": "training pays: it saves 9 s"},
-            *("training", OK, "50 steps, 0 samples wait; training pays: it saves 9 s", ""),
         ),
         (
             {"train_steps_skipped": 51},
@@ -179,8 +154,6 @@ FEW = "124 held-out anchors in 3 prompts, 200 in 4 are needed"
             {"training_error": "training waits: device_memory: too little"},
             *("training", PROBLEM, "too little", "training.forward_tokens"),
         ),
-        ({"training_error": "ended"}, "training", PROBLEM, "ended", "restart"),
-        ({"last_verdict": None}, "gate", WAITING, "no candidate yet", ""),
         (
             {"last_verdict": Verdict(outcome="not_measured", reason="no anchor")},
             *("gate", PROBLEM, "no anchor", "gate.min_anchors (200)"),
@@ -210,7 +183,6 @@ FEW = "124 held-out anchors in 3 prompts, 200 in 4 are needed"
             *("release", PROBLEM, "draft 4 is pinned manually", "releases promote 4"),
         ),
         ({"promoted_release": 5}, "release", WAITING, "next weight sync", "publish.on"),
-        ({"servers": []}, "servers", WAITING, "no rollout server", ""),
         (
             {"servers": [ServerView(address="a:1", error="UNAVAILABLE: refused")]},
             *("servers", PROBLEM, "a:1 does not answer: UNAVAILABLE", "publish.rollout_servers"),
@@ -277,15 +249,6 @@ def test_problem_names_the_config_key(
         assert first_problem([*diagnosis.values()]) == one
 
 
-def test_gate_max_tokens_is_named_only_if_it_binds() -> None:
-    for prompts, named in ((7, False), (8, True)):
-        few = Verdict(
-            outcome="not_measured", reason=FEW, held_out_anchors=50, held_out_prompts=prompts
-        )
-        gate = found(healthy(last_verdict=few))["gate"]
-        assert ("or gate.max_tokens (16384)" in gate.next_step) == named
-
-
 def test_problem_is_logged_once_until_it_returns(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -314,17 +277,6 @@ def test_problem_replaced_by_another_is_logged(
     told = [line.partition(" (")[0] for line in caplog.messages]
     assert [line.split(":")[0] for line in told] == ["samples", "gate", "samples"]
     assert "samples were refused" in told[0] and "samples were dropped" in told[2]
-
-
-def test_problem_that_turns_into_waiting_is_resolved(caplog: pytest.LogCaptureFixture) -> None:
-    log = ProblemLog()
-    full = {"training_error": "training waits: full"}
-    paused = {"training_paused": True, "training_decision": "saves 1 s, costs 9 s"}
-    for changes in (full, paused, paused, full):
-        log.note(diagnose(healthy(**changes), CONFIG))
-    lines = caplog.messages
-    assert len(lines) == 3 and lines[2] == lines[0]
-    assert lines[1] == "training: resolved (training is paused: saves 1 s, costs 9 s)"
 
 
 def test_doctor_of_a_running_trainer(

@@ -76,9 +76,3 @@ def test_experts_match_transformers(changes: dict[str, Any]) -> None:
 def test_experts_inconsistent_config_is_refused(changes: dict[str, Any]) -> None:
     with pytest.raises(RefusedError, match=r"n_routed_experts, n_group.*groups of two or more"):
         ExpertsShape.of(CONFIG | changes)
-
-
-@pytest.mark.parametrize("name", ["n_group", "num_experts_per_tok", "moe_intermediate_size"])
-def test_experts_missing_config_field_is_refused(name: str) -> None:
-    with pytest.raises(RefusedError, match=name):
-        ExpertsShape.of(CONFIG | {name: None})

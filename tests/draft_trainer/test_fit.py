@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,11 +18,8 @@ import torch
 from draft_trainer.cli.main import main
 from draft_trainer.drafters.acceptance import expected_acceptance
 from draft_trainer.drafters.eagle3.checkpoint import Eagle3
-from draft_trainer.offline import fit as fitting
-from draft_trainer.offline.data import fit_config
 from draft_trainer.offline.report import read_log
 from draft_trainer.recordings.recording import Recording
-from draft_trainer.training.ranks import Ranks
 from slipstream.sample import is_held_out
 from tests.draft_trainer.recordings import record_synthetic
 from tests.draft_trainer.rig import write_draft
@@ -148,16 +143,6 @@ def test_init_and_fit_raise_the_acceptance(
     assert "expected acceptance length" in capsys.readouterr().err
 
 
-def test_the_rate_warms_up_stays_and_falls_at_the_end(work: Work) -> None:
-    rates = [step["learning_rate"] for step in work.events("whole", "step")]
-    total = len(rates)
-    assert rates[0] == pytest.approx(0.01 / 6) and rates[4] < rates[5]
-    stays = rates[5 : int(0.8 * total)]
-    assert stays == pytest.approx([0.01] * len(stays))
-    falls = rates[int(0.8 * total) :]
-    assert falls == sorted(falls, reverse=True) and 0.001 < falls[-1] < 0.003
-
-
 def test_the_best_is_kept_not_the_last(tmp_path: Path, draft_dir: Path, tiny_states: Path) -> None:
     """A good draft that is ruined by a far too high rate comes out as it went in."""
     out = tmp_path / "draft"
@@ -247,14 +232,6 @@ def test_fit_killed_after_its_end_is_finished_by_resume(
     assert (out / "training.svg").is_file() and not (out / "state").exists()
 
 
-def test_resume_begins_and_ends_quietly(work: Work, capsys: pytest.CaptureFixture[str]) -> None:
-    """The same command line can be run again and again: by hand, or by a scheduler."""
-    for said in ("expected acceptance length", "again is finished"):
-        assert main([*work.arguments("again"), "--resume"]) == 0
-        assert said in capsys.readouterr().err
-    assert work.weights("again") == work.weights("whole")
-
-
 def test_two_ranks_fit_as_one(work: Work) -> None:
     torchrun = [str(Path(sys.executable).parent / "torchrun"), "--standalone"]
     program = ["--no-python", sys.executable, "-c", PROGRAM, "0", "0", *work.arguments("ranks")]
@@ -276,46 +253,12 @@ def test_two_ranks_fit_as_one(work: Work) -> None:
         assert ours[:3] == pytest.approx(alone[:3], rel=1e-5), kind
 
 
-def test_fit_ranks_wait_for_a_slow_evaluation(work: Work, monkeypatch: pytest.MonkeyPatch) -> None:
-    messages: list[bytes] = []
-    told = threading.Semaphore(0)
-
-    class Wire(Ranks):
-        def send(self, message: bytes, to: int) -> None:
-            messages.append(message)
-            told.release()
-
-        def receive(self, sender: int) -> bytes:
-            return messages.pop(0)
-
-    def estimated_slowly(*given: Any, **options: Any) -> Any:
-        # One at once, and three within each deadline of the other rank.
-        for _ in range(5):
-            assert told.acquire(timeout=60)
-        return expected_acceptance(*given, **options)
-
-    monkeypatch.setattr(fitting, "expected_acceptance", estimated_slowly)
-    config = fit_config(work.folder / "fit.toml", {})
-    inputs = (work.folder / "states", work.folder / "draft", work.folder / "slow", None, config)
-    first, other = (fitting.Fit(*inputs, Wire(rank, 2, timeout_s=0.03)) for rank in range(2))
-    first._now = first._output.begin(first._learner, {}, resume=False)
-    first._evaluate()
-    first._output.close()
-    assert len(messages) >= 6
-    other._evaluate()
-    # It took every message: those of the next step come next.
-    assert messages == [] and len(work.events("slow", "evaluation")) == 1
-
-
 def test_refusals_by_name(
     work: Work,
     killed: Path,
-    tiny_states: Path,
-    draft_dir: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     begun = killed.name
-    (work.folder / "bad.toml").write_text("[training]\nlearning_rat = 1.0\n")
     write_draft(work.folder / "other-draft", seed=5)
     before = sorted(work.folder.iterdir())
     for arguments, text in (
@@ -330,12 +273,7 @@ def test_refusals_by_name(
             [*work.arguments(begun, draft=work.folder / "other-draft"), "--resume"],
             "training state sha256 of draft",
         ),
-        (work.arguments("new", draft=draft_dir), "the draft's target_hidden_size: found 192"),
-        (work.arguments("new", states=tiny_states), "the draft's target_hidden_size: found 16"),
         (work.arguments("new", draft=work.folder), "model.safetensors"),
-        (work.arguments("new", states=work.folder), "give one of the recordings in it: states"),
-        (work.arguments("new", config=work.folder / "bad.toml"), "rename it to learning_rate"),
-        (work.arguments("new", config=work.folder / "no.toml"), "No such file"),
         (work.arguments("new", draft_length=4), "training.ttt_steps: found 3, expected at least"),
         (
             work.arguments("new", batch_tokens=10_000),
@@ -369,17 +307,3 @@ def test_too_few_prompts_are_refused(work: Work, capsys: pytest.CaptureFixture[s
     record_synthetic(folder, Policy(0, 4.0).samples(2), {1: Policy(0, 4.0)})
     assert main(work.arguments("new", states=folder)) == 2
     assert "fit.held_out_fraction: found 0.2: 2 samples to train on" in capsys.readouterr().err
-
-
-def test_the_log_is_json_without_nan(work: Work) -> None:
-    text = (work.folder / "whole" / "training.jsonl").read_text()
-
-    def refuse(constant: str) -> None:
-        raise AssertionError(constant)
-
-    events = [json.loads(line, parse_constant=refuse) for line in text.splitlines()]
-    documented = {
-        *("event", "step", "epoch", "tokens", "loss", "step_loss", "step_acceptance", "step_top1"),
-        *("outside_mass", "grad_norm", "learning_rate", "skipped", "seconds"),
-    }
-    assert all(e.keys() == documented for e in events if e["event"] == "step")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import os
 import pwd
 import shutil
 from pathlib import Path
@@ -148,20 +147,6 @@ def test_kernels_compile_at_path_with_space(
     assert ctypes.CDLL(str(made)).step_keys_forward
     flags, target = library._flags(str(compiler))
     assert (library._WIDE in flags) == ("__AVX512F__" in target and not refuses)
-
-
-@pytest.mark.slow
-@compiled
-def test_compiled_kernels_are_private_under_any_umask(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    before = os.umask(0)
-    try:
-        made, _ = library._compiled("cc")
-    finally:
-        os.umask(before)
-    assert library._compiled("cc") == (made, "compiled before by cc")
 
 
 @compiled

@@ -169,19 +169,6 @@ def test_local_trainer_saves_state_at_interpreter_exit(
     assert list((tmp_path / "r").rglob("state-*.safetensors"))
 
 
-def test_local_trainer_refuses_draft_of_another_policy(model: PreTrainedModel, state: Path) -> None:
-    before = threads()
-    with (
-        LocalTrainer(ROOT / "examples" / "sorting_grpo" / "draft") as trainer,
-        bridge_to(trainer, model) as bridge,
-        pytest.raises(RefusedError, match=r"hidden_size: found 192.*a draft made for this policy"),
-        bridge.sync(0),
-    ):
-        pass
-    assert list(state.iterdir()) == []
-    assert_ended(threads() - before)
-
-
 def test_local_trainer_keeps_torch_threads_of_process(draft_dir: Path, state: Path) -> None:
     def of_a_new_thread() -> int:
         found: list[int] = []
