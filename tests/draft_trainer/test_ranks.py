@@ -19,7 +19,6 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 from draft_trainer.counters import Counters
-from draft_trainer.drafters.policy import PolicyHeads
 from draft_trainer.training import followers
 from draft_trainer.training.followers import Followers
 from draft_trainer.training.learner import DEVICE_MEMORY, Learner
@@ -29,10 +28,9 @@ from draft_trainer.training.state import Position, StateStore
 from examples.arithmetic_grpo.processes import free_port
 from slipstream.client import open_channel
 from slipstream.errors import RefusedError
-from slipstream.sample import Sample
 from tests.draft_trainer.rig import Client, train
 from tests.draft_trainer.serving_process import CONFIG as SERVING
-from tests.draft_trainer.serving_process import SILENCE_S, announced, lead
+from tests.draft_trainer.serving_process import SILENCE_S, lead
 from tests.draft_trainer.synthetic import Policy, head
 from tests.draft_trainer.test_cli import PROGRAM, write_config
 from tests.draft_trainer.training_process import train_here
@@ -266,31 +264,6 @@ class _Wire(Ranks):
 
     def receive(self, sender: int) -> bytes:
         return self.messages.pop(0)
-
-
-def test_a_follower_keeps_the_policies_of_the_step_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the copies of them that are on its device."""
-    wire, heads, given = _Wire(), PolicyHeads(2), list[PolicyHeads]()
-    leader = Followers(wire)
-    leader.begin(head(0), SERVING)
-    old = announced(heads, 1, Policy())
-    for samples in (old, old, announced(heads, 2, Policy(1)), old):
-        leader.give(samples, heads)
-    leader.end()
-
-    class Follower:
-        def __init__(self, *_: object) -> None: ...
-
-        def take_rank_0(self) -> None: ...
-
-        def step(self, samples: list[Sample], heads: PolicyHeads) -> None:
-            given.append(heads)
-
-    monkeypatch.setattr(followers, "Learner", Follower)
-    followers.follow(wire, SERVING)
-    first, same, other, again = given
-    assert same is first and other is not first and again is not other
-    assert [each.versions for each in given] == [(1,), (1,), (2,), (1,)]
 
 
 def test_ranks_are_kept_alive_while_last_state_is_written() -> None:

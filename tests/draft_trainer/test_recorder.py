@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import os
 import shutil
 import signal
 import subprocess
@@ -26,7 +25,7 @@ from draft_trainer.ingest.run import Run, policy_of
 from draft_trainer.ingest.store import SampleStore
 from draft_trainer.recordings import recorder as recording_writer
 from draft_trainer.recordings.recorder import Recorder, RecordingWriter
-from draft_trainer.recordings.recording import INDEX_FILE, Recording, read_index
+from draft_trainer.recordings.recording import INDEX_FILE, Recording
 from slipstream.errors import RefusedError
 from slipstream.sample import Sample
 from slipstream.v1 import draft_trainer_pb2 as pb
@@ -158,22 +157,6 @@ def test_recordings_that_are_taken_away_make_room(
     record()
     assert len(Recording(tmp_path / "run-000000")) == recorded
     assert rig.counts() == (2 * recorded, {"capacity": 239 - 2 * recorded, "write_failed": 1})
-
-
-def test_recorder_starts_anew_if_recording_is_removed(
-    tmp_path: Path,
-) -> None:
-    rig = Rig(tmp_path)
-    samples = Policy().samples(20)
-    for number, sample in enumerate(samples):
-        if number == 2:
-            assert rig.counts() == (1, {})
-            shutil.rmtree(tmp_path / "run-000000")
-        rig.recorder._guarded(partial(rig.recorder._record, rig.run, sample), 1)
-    rig.recorder._guarded(rig.recorder._flush)
-    recorded, shed = rig.counts()
-    assert recorded == 1 + len(Recording(tmp_path / "run-000000")) > 1
-    assert shed == {"write_failed": 20 - recorded}
 
 
 def test_another_run_gets_another_recording(
@@ -310,36 +293,6 @@ def test_no_failure_ends_the_recorder(
     monkeypatch.setattr(recording_writer, "RecordingWriter", fails_once)
     rig.record(Policy().samples(3))
     assert rig.counts() == (2, {"write_failed": 1})
-
-
-def test_recorder_leaves_number_of_another_trainer(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rig = Rig(tmp_path)
-    (tmp_path / "run-000000").mkdir()
-    with monkeypatch.context() as patched:
-        # It came after the numbers were looked at.
-        patched.setattr(Path, "iterdir", lambda path: iter(()))
-        rig.recorder._guarded(partial(rig.recorder._record, rig.run, Policy().samples(1)[0]), 1)
-    assert rig.counts() == (0, {"write_failed": 1})
-    assert list((tmp_path / "run-000000").iterdir()) == []
-    rig.record(Policy().samples(2))
-    assert len(Recording(tmp_path / "run-000001")) == 2
-
-
-def test_any_run_id_is_recorded_in_any_locale(tmp_path: Path) -> None:
-    code = (
-        "import sys; from pathlib import Path; from tests.draft_trainer.recordings import FACTS\n"
-        "from draft_trainer.recordings.recorder import RecordingWriter\n"
-        "RecordingWriter(Path(sys.argv[1]), FACTS.model_copy(update={'run_id': chr(0x2260)}))"
-    )
-    subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path / "r")],
-        env={**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"},
-        check=True,
-        timeout=600,
-    )
-    assert read_index(tmp_path / "r").facts.run_id == "\u2260"
 
 
 def test_recorder_removes_leftovers_of_killed_recorder(tmp_path: Path) -> None:
