@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 
 import pytest
 
@@ -12,7 +11,6 @@ from draft_trainer.training.learner import Learner
 from draft_trainer.training.pace import FAR, SLOWEST, Pace
 from tests.draft_trainer.synthetic import Policy, head
 
-EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "arithmetic_grpo"
 ARRIVES = 8192
 NONE_SET = TrainingConfig()
 

@@ -11,20 +11,16 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
-from draft_trainer.counters import Counters
-from draft_trainer.training import followers
 from draft_trainer.training.followers import Followers
 from draft_trainer.training.learner import DEVICE_MEMORY, Learner
-from draft_trainer.training.loop import TrainingLoop
 from draft_trainer.training.ranks import RankLostError, Ranks, shares
-from draft_trainer.training.state import Position, StateStore
+from draft_trainer.training.state import StateStore
 from examples.arithmetic_grpo.processes import free_port
 from slipstream.client import open_channel
 from slipstream.errors import RefusedError
@@ -264,35 +260,6 @@ class _Wire(Ranks):
 
     def receive(self, sender: int) -> bytes:
         return self.messages.pop(0)
-
-
-def test_ranks_are_kept_alive_while_last_state_is_written() -> None:
-    wire = _Wire()
-    wire.timeout_s = 0.03
-    told = threading.Semaphore(0)
-
-    def written_slowly(*_: object) -> None:
-        wire.told = told.release
-        for _ in range(3):
-            assert told.acquire(timeout=30)
-
-    loop = TrainingLoop(
-        SimpleNamespace(head=head(0), config=SERVING, take_rank_0=lambda: None),  # type: ignore[arg-type]
-        Followers(wire),
-        SimpleNamespace(save_last=written_slowly),  # type: ignore[arg-type]
-        Position(0),
-        SimpleNamespace(),  # type: ignore[arg-type]
-        SimpleNamespace(training=SERVING),  # type: ignore[arg-type]
-        *(SimpleNamespace(),) * 4,  # type: ignore[arg-type]
-        Counters(),
-        threading.Event(),
-        on_release=lambda: None,
-        on_death=lambda: None,
-    )
-    loop.stop(0.0)
-    loop.start()
-    assert loop.stop(_DEADLINE)
-    assert followers._unpack(wire.messages[-1])[0] == "end"
 
 
 def test_rank_lost_while_kept_waiting_ends_training() -> None:

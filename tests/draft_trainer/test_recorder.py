@@ -202,22 +202,6 @@ def test_recorder_queue_holds_no_space_of_the_store(tmp_path: Path) -> None:
     assert same(Recording(tmp_path / "run-000000")[0], sealed(sample))
 
 
-def test_a_disk_that_is_full_from_the_start_gets_no_folders(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rig = Rig(tmp_path)
-
-    @contextmanager
-    def full(path: Path) -> Iterator[Path]:
-        raise OSError(errno.ENOSPC, "No space left on device", str(path))
-        yield path
-
-    monkeypatch.setattr(recording_writer, "written_whole", full)
-    rig.record(Policy().samples(3))
-    assert rig.counts() == (0, {"write_failed": 3})
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_a_full_disk_loses_shards_not_the_recorder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -21,7 +21,7 @@ from draft_trainer.releases.fleet import Fleet
 from draft_trainer.releases.publisher import Publisher
 from draft_trainer.releases.reconcile import Reconciler
 from draft_trainer.releases.registry import Registry, open_promotions
-from draft_trainer.releases.spread import FAN_OUT, MOST_SENT, Spread
+from draft_trainer.releases.spread import MOST_SENT, Spread
 from rollout_server import peers
 from rollout_server.control import DRAFT, Weights
 from rollout_server.store import ContentStore
@@ -111,27 +111,6 @@ def test_what_the_trainer_sends_does_not_grow_with_the_fleet(make: Callable[...,
     assert sum(plane.service.peers.fetched_bytes for plane in rig.planes) == rig.sent("server")
     assert sum(plane.service.peers.served_bytes for plane in rig.planes) == rig.sent("server")
     assert max(plane.service.peers.served_bytes for plane in rig.planes) < rig.sent("server") / 2
-
-
-def test_a_source_serves_few_at_a_time(
-    make: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rig = make(9)
-    holders = rig.hold(rig.planes[0])
-    busy: list[str] = []
-    most: list[int] = []
-    real = Spread._start
-
-    def start(self: Spread, address: str, call: object) -> None:
-        real(self, address, call)  # type: ignore[arg-type]
-        busy[:] = [running.sources[0] for running in self._running.values()]
-        most.append(max(busy.count(source) for source in busy))
-
-    monkeypatch.setattr(Spread, "_start", start)
-    staged = rig.spread(holders).to([plane.address for plane in rig.planes[1:]])
-    assert all(isinstance(answer, pb.StageResult) for answer in staged.values())
-    assert max(most) == FAN_OUT
-    assert rig.sent("trainer") == 0
 
 
 def test_altered_bytes_are_refused_and_their_source_is_dropped(make: Callable[..., Rig]) -> None:

@@ -6,17 +6,13 @@ import random
 from pathlib import Path
 from typing import Any
 
-from draft_trainer.ingest.arena import aligned
 from tests.draft_trainer.samples import (
     all_drawn,
-    nbytes,
     open_store,
     put,
     received,
     times_drawn,
 )
-
-SIZE = aligned(nbytes(16))
 
 
 def test_draw_order_follows_the_seed(tmp_path: Path) -> None:

@@ -172,11 +172,10 @@ def test_a_straggler_that_dies_is_told_when_it_is_back(quorum: Rig, when: str) -
     assert quorum.served == [2] * 4 and ready(quorum) == {2}
 
 
-@pytest.mark.parametrize("committed", [0, 1, 2, 3])
-def test_a_trainer_that_dies_between_commits_undoes_them(quorum: Rig, committed: int) -> None:
-    """Also where enough had committed: nothing on disk says so."""
+def test_a_trainer_that_dies_between_commits_undoes_them(quorum: Rig) -> None:
+    """Where enough had committed: nothing on disk says so."""
     quorum.promotions.intends(1)
-    for server in quorum.servers[:committed]:
+    for server in quorum.servers[:3]:
         client = quorum.fleet.client(server.address)
         client.stage(quorum.publisher.payloads.get(1))
         client.commit(["draft-1"])
