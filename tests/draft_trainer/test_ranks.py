@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 
 from draft_trainer.training.followers import Followers
 from draft_trainer.training.learner import DEVICE_MEMORY, Learner
-from draft_trainer.training.ranks import RankLostError, Ranks, shares
+from draft_trainer.training.ranks import RankLostError, Ranks
 from draft_trainer.training.state import StateStore
 from examples.arithmetic_grpo.processes import free_port
 from slipstream.client import open_channel
@@ -279,17 +279,6 @@ def test_rank_lost_while_kept_waiting_ends_training() -> None:
     lost.clear()
     with pytest.raises(RankLostError), Followers(wire).kept_waiting():
         assert lost.wait(_DEADLINE)
-
-
-def test_shares_are_whole_and_balanced() -> None:
-    sizes = [7, 1, 9, 3, 3, 8, 2, 5]
-    parts = shares(sizes, 3)
-    assert sorted(i for part in parts for i in part) == list(range(8))
-    loads = [sum(sizes[i] for i in part) for part in parts]
-    assert max(loads) - min(loads) <= 2
-    assert all(part == sorted(part) for part in parts)
-    assert shares([4], 3) == [[0], [], []]
-    assert shares(sizes, 1) == [list(range(8))]
 
 
 def test_alone_where_the_environment_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -184,19 +184,6 @@ def test_a_trainer_that_dies_between_commits_undoes_them(quorum: Rig) -> None:
     assert quorum.served == [0] * 4 and ready(quorum) == {0}
 
 
-def test_restarted_trainer_tells_straggler(quorum: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    straggler = quorum.servers[0]
-    straggler.faults = Faults(commit={"draft-1"})
-    with monkeypatch.context() as patch:
-        patch.setattr("draft_trainer.releases.publisher.expect_on", lambda *_: None)
-        quorum.publisher.promote(1, pin=False)
-    assert ready(quorum) == {0, 1}
-    straggler.faults = Faults(stage=True)
-    quorum.forget()
-    quorum.heal()
-    assert ready(quorum) == {1}
-
-
 def test_straggler_is_ready_after_fleet_rolls_back(quorum: Rig) -> None:
     straggler = quorum.servers[1]
     straggler.faults.commit = {"draft-1"}
