@@ -5,7 +5,6 @@ from __future__ import annotations
 import urllib.request
 from pathlib import Path
 
-import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 
 from draft_trainer.counters import Counters, by_label
@@ -14,7 +13,7 @@ from slipstream.errors import Refusals, StatusCode
 from slipstream.v1.console_pb2 import Diagnosis, TrialView
 from slipstream.v1.draft_trainer_pb2 import TrainerStatus
 from slipstream.v1.release_pb2 import GateFigures, Verdict
-from tests.draft_trainer.fleet_rig import Rig, fleet_events
+from tests.draft_trainer.fleet_rig import Rig
 from tests.draft_trainer.rig import Stream, make_config, request_of, rollouts, running
 from tests.scraping import Samples, of, scrape, value
 
@@ -48,46 +47,6 @@ def test_metrics_of_idle_trainer_have_no_values() -> None:
     assert len(of(samples, T + "heals_total")) == 3
     assert of(samples, T + "samples_refused_total") == {("teacher",): 0}
     assert value(samples, T + "acknowledgement_seconds_count") == 0
-
-
-def test_metrics_expose_the_counters() -> None:
-    trainer = Trainer()
-    counters = trainer.counters
-    counters.samples.labels("accepted").inc(9)
-    for transport, size in (("grpc", 100), ("shared_memory", 5000)):
-        counters.received_bytes.labels(transport).inc(size)
-    for seconds in (*[0.0004] * 8, 0.3):
-        counters.acknowledgement_seconds.observe(seconds)
-    for event in ("committed", "committed", "rolled_back", "canary_rolled_back", "interrupted"):
-        counters.published(event)
-    for event in ("canary_promoted", "canary_undecided", "rolled_back_by_hand", "policy_only"):
-        counters.published(event)
-    counters.healed("other_version", True)
-    counters.healed("not_ready", False)
-    counters.stage_seconds.observe(0.2)
-    assert fleet_events(counters) == {
-        **{"committed": 2, "policy_only": 1, "rolled_back": 1, "canary_rolled_back": 1},
-        **{"interrupted": 1, "canary_promoted": 1, "canary_undecided": 1},
-        **{"rolled_back_by_hand": 1, "healed": 1, "not_healed": 1},
-    }
-    samples = trainer.scrape()
-    assert of(samples, T + "received_bytes_total") == {("grpc",): 100, ("shared_memory",): 5000}
-    lag = T + "acknowledgement_seconds"
-    assert value(samples, lag + "_count") == 9
-    assert value(samples, lag + "_sum") == pytest.approx(8 * 0.0004 + 0.3)
-    assert [value(samples, lag + "_bucket", le=le) for le in ("0.0005", "0.25", "0.5")] == [8, 8, 9]
-    publishes = {"committed": 2, "stage_failed": 0, "not_committed": 0, "policy_only": 1}
-    publishes["policy_failed"] = 0
-    assert of(samples, T + "publishes_total") == {(k,): v for k, v in publishes.items()}
-    assert of(samples, T + "roll_backs_total") == {
-        (reason,): 1 for reason in ("commit_failed", "trial", "by_hand", "interrupted")
-    }
-    assert of(samples, T + "trials_total") == {
-        (outcome,): 1 for outcome in ("promoted", "undecided", "rolled_back")
-    }
-    assert value(samples, T + "heals_total", reason="other_version") == 1
-    assert value(samples, T + "heals_failed_total", reason="not_ready") == 1
-    assert value(samples, T + "stage_seconds_sum") == pytest.approx(0.2)
 
 
 def test_metrics_every_fact_has_a_series() -> None:
@@ -135,26 +94,6 @@ def test_metrics_every_fact_has_a_series() -> None:
     assert value(samples, T + "trial_running") == 1
     assert value(samples, T + "draft_served_timestamp_seconds") == 777
     assert value(samples, T + "replay_directory", directory="/samples") == 1
-
-
-def test_metrics_series_are_bounded_over_releases() -> None:
-    trainer = Trainer()
-    before = None
-    for version in range(1, 10_001):
-        trainer.status = TrainerStatus(
-            newest_release=version, promoted_release=version, served_release=version
-        )
-        for event in ("committed", "canary_promoted", "rolled_back"):
-            trainer.counters.published(event)
-        trainer.counters.stage_seconds.observe(0.1)
-        trainer.counters.verdicts.labels("passed").inc()
-        if version == 1:
-            before = len(trainer.scrape())
-    samples = trainer.scrape()
-    assert len(samples) == before and before is not None and before < 200
-    assert value(samples, T + "publishes_total", outcome="committed") == 10_000
-    assert value(samples, T + "verdicts_total", verdict="passed") == 10_000
-    assert value(samples, T + "draft_version", which="served") == 10_000
 
 
 def test_metrics_of_publish_and_heal(rig: Rig) -> None:

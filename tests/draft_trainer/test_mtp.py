@@ -10,7 +10,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM
 
 from draft_trainer.cli.main import main as draft_trainer
 from draft_trainer.config import TrainingConfig
@@ -19,14 +18,8 @@ from draft_trainer.drafters.loss import ttt_objective, valid_targets
 from draft_trainer.drafters.mtp import Mtp, MtpConfig, MtpHead
 from draft_trainer.drafters.policy import PolicyHeads
 from draft_trainer.ingest.run import check_fit, policy_of
-from draft_trainer.offline.data import fit_config
-from draft_trainer.offline.fit import Fit
-from draft_trainer.offline.record import Recorder
 from draft_trainer.releases.registry import Registry
 from draft_trainer.training.learner import Learner
-from draft_trainer.training.ranks import Ranks
-from examples.arithmetic_grpo.make_mtp import new_head, policy_with_mtp
-from examples.arithmetic_grpo.sampling import solutions
 from slipstream.errors import RefusedError
 from slipstream.v1 import draft_trainer_pb2 as pb
 from slipstream.v1 import release_pb2
@@ -164,16 +157,12 @@ def test_mtp_import_and_release_round_trip(name: str, tmp_path: Path) -> None:
     ("changes", "field"),
     [
         ({"num_experts": 8}, "num_experts"),
-        ({"model_type": "deepseek_v3", "n_routed_experts": 8}, "n_routed_experts"),
         ({"model_type": "deepseek_v3", "kv_lora_rank": 512}, "kv_lora_rank"),
         ({"model_type": "glm4"}, "model_type"),
-        ({"model_type": "glm_ocr"}, "model_type"),
         ({"num_nextn_predict_layers": 2}, "num_nextn_predict_layers"),
         ({"mtp_num_hidden_layers": 3}, "mtp_num_hidden_layers"),
         ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
-        ({"layer_scale": True}, "layer_scale"),
         ({"head_dim": None}, "head_dim"),
-        ({"rms_norm_eps": None}, "rms_norm_eps"),
         ({"partial_rotary_factor": None, "rope_parameters": {"rope_theta": 1e4}}, "partial_rotary"),
     ],
 )
@@ -186,14 +175,10 @@ def test_mtp_unsupported_config_is_refused(changes: dict[str, Any], field: str) 
     ("document", "changes", "field"),
     [
         (ERNIE, {"use_bias": True}, "use_bias"),
-        (ERNIE, {"num_nextn_predict_layers": 2}, "num_nextn_predict_layers"),
-        (QWEN, {"attention_bias": True}, "attention_bias"),
         (MIMO, {"mlp_bias": True}, "mlp_bias"),
         (MIMO, {"n_routed_experts": 8}, "n_routed_experts"),
-        (GLM, {"kv_lora_rank": 512}, "kv_lora_rank"),
         (GLM, {"num_mtp_layers": 2}, "num_mtp_layers"),
         (GLM, {"first_k_dense_replace": 3}, "first_k_dense_replace"),
-        (GLM, {"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
     ],
 )
 def test_mtp_unsupported_family_config_is_refused(
@@ -281,26 +266,3 @@ def test_mtp_state_without_averages_loads_with_averaging() -> None:
     learner.load_state_dict(state)
     for name, tensor in learner.head.state_dict().items():
         assert torch.equal(tensor, state[f"head.{name}"])
-
-
-@pytest.mark.slow
-def test_mtp_fit_of_recorded_final_states(policy_dir: Path, tmp_path: Path) -> None:
-    """From the bridge's own hooks to a folder that vLLM loads."""
-    model = AutoModelForCausalLM.from_pretrained(policy_dir, dtype=torch.float32).eval()
-    with Recorder(model, tmp_path / "states", aux_layer_ids=()) as recorder:
-        for rollouts in solutions(model, 96, seed=1):
-            recorder.add(rollouts)
-    policy = policy_with_mtp(policy_dir, tmp_path / "policy")
-    (tmp_path / "head").mkdir()
-    Mtp().save(tmp_path / "head", new_head(policy, seed=0), torch.float32)
-    options = {"fit.kind": "mtp", "fit.epochs": 1, "fit.held_out_fraction": 0.2}
-    options |= {"training.warmup_steps": 0, "training.batch_tokens": 512}
-    config = fit_config(None, options)
-    out = tmp_path / "out"
-    fit = Fit(tmp_path / "states", tmp_path / "head", out, policy, config, Ranks())
-    assert fit.run(lambda: False, resume=False)
-    fitted = Mtp().read(out, policy)
-    assert fitted.as_stored
-    assert not torch.equal(
-        fitted.tensors["fc.weight"], Mtp().read(tmp_path / "head").tensors["fc.weight"]
-    )

@@ -3,29 +3,14 @@
 from __future__ import annotations
 
 import math
-import random
-from pathlib import Path
 
 import pytest
-import torch
-from transformers import AutoModelForCausalLM
 
-from benchmarks.learning.moving import considered, drawn
-from draft_trainer.checkpoints import read_policy
 from draft_trainer.config import TrainingConfig
-from draft_trainer.drafters import DRAFTERS
-from draft_trainer.drafters.acceptance import expected_acceptance
-from draft_trainer.drafters.initial import init_draft
-from draft_trainer.drafters.policy import PolicyHeads
-from draft_trainer.offline.record import Recorder
-from draft_trainer.recordings.recording import Recording
 from draft_trainer.training.learner import Learner
 from draft_trainer.training.pace import FAR, SLOWEST, Pace
-from examples.arithmetic_grpo.sampling import solutions
-from slipstream.sample import Sample
 from tests.draft_trainer.synthetic import Policy, head
 
-EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "arithmetic_grpo"
 ARRIVES = 8192
 NONE_SET = TrainingConfig()
 
@@ -90,43 +75,3 @@ def test_pace_is_measured_at_first_step_and_saved() -> None:
     resumed = Learner(head(1), config)
     resumed.load_state_dict(learner.state_dict())
     assert resumed.pace == learner.pace
-
-
-@pytest.fixture(scope="module")
-def samples(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Sample], PolicyHeads]:
-    """Rollouts of the arithmetic example's policy."""
-    model = AutoModelForCausalLM.from_pretrained(EXAMPLE / "policy", dtype=torch.float32).eval()
-    out = tmp_path_factory.mktemp("recorded") / "recording"
-    with Recorder(model, out) as recorder:
-        for part in solutions(model, 328, seed=0):
-            recorder.add(part)
-    recording = Recording(out)
-    draft = DRAFTERS["eagle3"].read(EXAMPLE / "draft").draft()
-    return [recording[i] for i in range(len(recording))], recording.policy_heads(draft.target_ids())
-
-
-@pytest.mark.slow
-def test_pace_of_random_draft_learns_faster(
-    samples: tuple[list[Sample], PolicyHeads], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Than one that is treated as a good one is."""
-    recorded, heads = samples
-    held, training = recorded[:64], recorded[64:]
-    ids = DRAFTERS["eagle3"].read(EXAMPLE / "draft").draft().target_ids()
-    found = []
-    for far in (True, False):
-        if not far:
-            monkeypatch.setattr(Pace, "begin", lambda self, rates: None)
-        config = TrainingConfig(ttt_steps=3)
-        served = init_draft(read_policy(EXAMPLE / "policy"), ids, seed=0)
-        learner, steps = Learner(init_draft(read_policy(EXAMPLE / "policy"), ids), config), 0
-        learner.restart_optimizer()
-        for number in range(0, len(training), 88):
-            for batch in drawn(training[number : number + 88], 2, learner, random.Random(number)):
-                learner.step(batch, heads)
-                steps += 1
-                if steps >= learner.pace.steps_per_candidate(config):
-                    served, steps = considered(learner, served, held, heads).served, 0
-        estimate = expected_acceptance(learner.snapshot(), held, heads, 3, "probabilistic")
-        found.append(estimate.acceptance_length)
-    assert found[0] > found[1] + 0.15, found

@@ -99,26 +99,6 @@ def test_roll_back_when_a_server_cannot(rig: Rig) -> None:
     assert rig.served == [0, 0, 0]
 
 
-def test_pointer_survives_a_restart(rig: Rig) -> None:
-    rig.publisher.promote(1, pin=False)
-    rig.publisher.promote(2, pin=True)
-    before = rig.promotions.now
-    rig.restart()
-    again = rig.promotions.now
-    assert again == before
-    assert (again.promoted, again.pinned, again.good) == (2, True, (0, 1, 2))
-
-
-def test_prune_keeps_roll_back_targets(rig: Rig) -> None:
-    for version in (1, 2, 3):
-        rig.publisher.promote(version, pin=False)
-    assert rig.registry.prune(1, keep_bytes=1) == ()
-    for version in (2, 1, 0):
-        assert rig.publisher.roll_back("test").draft_version == version
-    # What was rolled back from is not needed any more; the newest number stays taken.
-    assert rig.registry.prune(1, keep_bytes=1) == (1, 2)
-
-
 def test_prune_keeps_release_under_promotion(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     """Retention asks what is in use, and removes, while the pointer cannot move."""
 

@@ -11,28 +11,22 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
-from draft_trainer.counters import Counters
-from draft_trainer.drafters.policy import PolicyHeads
-from draft_trainer.training import followers
 from draft_trainer.training.followers import Followers
 from draft_trainer.training.learner import DEVICE_MEMORY, Learner
-from draft_trainer.training.loop import TrainingLoop
-from draft_trainer.training.ranks import RankLostError, Ranks, shares
-from draft_trainer.training.state import Position, StateStore
+from draft_trainer.training.ranks import RankLostError, Ranks
+from draft_trainer.training.state import StateStore
 from examples.arithmetic_grpo.processes import free_port
 from slipstream.client import open_channel
 from slipstream.errors import RefusedError
-from slipstream.sample import Sample
 from tests.draft_trainer.rig import Client, train
 from tests.draft_trainer.serving_process import CONFIG as SERVING
-from tests.draft_trainer.serving_process import SILENCE_S, announced, lead
+from tests.draft_trainer.serving_process import SILENCE_S, lead
 from tests.draft_trainer.synthetic import Policy, head
 from tests.draft_trainer.test_cli import PROGRAM, write_config
 from tests.draft_trainer.training_process import train_here
@@ -268,60 +262,6 @@ class _Wire(Ranks):
         return self.messages.pop(0)
 
 
-def test_a_follower_keeps_the_policies_of_the_step_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the copies of them that are on its device."""
-    wire, heads, given = _Wire(), PolicyHeads(2), list[PolicyHeads]()
-    leader = Followers(wire)
-    leader.begin(head(0), SERVING)
-    old = announced(heads, 1, Policy())
-    for samples in (old, old, announced(heads, 2, Policy(1)), old):
-        leader.give(samples, heads)
-    leader.end()
-
-    class Follower:
-        def __init__(self, *_: object) -> None: ...
-
-        def take_rank_0(self) -> None: ...
-
-        def step(self, samples: list[Sample], heads: PolicyHeads) -> None:
-            given.append(heads)
-
-    monkeypatch.setattr(followers, "Learner", Follower)
-    followers.follow(wire, SERVING)
-    first, same, other, again = given
-    assert same is first and other is not first and again is not other
-    assert [each.versions for each in given] == [(1,), (1,), (2,), (1,)]
-
-
-def test_ranks_are_kept_alive_while_last_state_is_written() -> None:
-    wire = _Wire()
-    wire.timeout_s = 0.03
-    told = threading.Semaphore(0)
-
-    def written_slowly(*_: object) -> None:
-        wire.told = told.release
-        for _ in range(3):
-            assert told.acquire(timeout=30)
-
-    loop = TrainingLoop(
-        SimpleNamespace(head=head(0), config=SERVING, take_rank_0=lambda: None),  # type: ignore[arg-type]
-        Followers(wire),
-        SimpleNamespace(save_last=written_slowly),  # type: ignore[arg-type]
-        Position(0),
-        SimpleNamespace(),  # type: ignore[arg-type]
-        SimpleNamespace(training=SERVING),  # type: ignore[arg-type]
-        *(SimpleNamespace(),) * 4,  # type: ignore[arg-type]
-        Counters(),
-        threading.Event(),
-        on_release=lambda: None,
-        on_death=lambda: None,
-    )
-    loop.stop(0.0)
-    loop.start()
-    assert loop.stop(_DEADLINE)
-    assert followers._unpack(wire.messages[-1])[0] == "end"
-
-
 def test_rank_lost_while_kept_waiting_ends_training() -> None:
     wire = _Wire()
     wire.timeout_s = 0.03
@@ -339,17 +279,6 @@ def test_rank_lost_while_kept_waiting_ends_training() -> None:
     lost.clear()
     with pytest.raises(RankLostError), Followers(wire).kept_waiting():
         assert lost.wait(_DEADLINE)
-
-
-def test_shares_are_whole_and_balanced() -> None:
-    sizes = [7, 1, 9, 3, 3, 8, 2, 5]
-    parts = shares(sizes, 3)
-    assert sorted(i for part in parts for i in part) == list(range(8))
-    loads = [sum(sizes[i] for i in part) for part in parts]
-    assert max(loads) - min(loads) <= 2
-    assert all(part == sorted(part) for part in parts)
-    assert shares([4], 3) == [[0], [], []]
-    assert shares(sizes, 1) == [list(range(8))]
 
 
 def test_alone_where_the_environment_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -168,26 +168,6 @@ def test_record_counts_and_leaves_out_non_finite_samples(
     assert text in capsys.readouterr().err
 
 
-def test_record_counts_rollouts_without_targets(
-    tmp_path: Path, policy_dir: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    # A draft predicts the third token of a sequence first.
-    tokens = (([1, 7], []), ([1], [7]), ([1, 7], [11]), ([1], [7, 11]))
-    lines = [json.dumps({"prompt": prompt, "completion": rest}) for prompt, rest in tokens]
-    file, out = tmp_path / "rollouts.jsonl", tmp_path / "out"
-    given = ["record", "--policy", str(policy_dir), "--rollouts", str(file), "--threads", "1"]
-    file.write_text("\n".join(lines))
-    assert main([*given, "--out", str(out)]) == 0
-    said = capsys.readouterr().out
-    assert "4 rollouts" in said and said.endswith("; samples left out: 2 nothing_to_train_on\n")
-    assert len(Recording(out)) == 2
-    file.write_text("\n".join(lines[:2]))
-    assert main([*given, "--out", str(tmp_path / "none")]) == 2
-    said = capsys.readouterr().err
-    assert "found 2 rollouts, no sample; samples left out: 2 nothing_to_train_on" in said
-    assert "expected completions with tokens to train on" in said
-
-
 @pytest.mark.parametrize("place", ["policy_bridge.capture.sampled_of", "the policy's forward"])
 def test_record_without_device_memory_is_refused(
     tmp_path: Path,

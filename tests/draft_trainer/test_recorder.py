@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import os
 import shutil
 import signal
 import subprocess
@@ -26,7 +25,7 @@ from draft_trainer.ingest.run import Run, policy_of
 from draft_trainer.ingest.store import SampleStore
 from draft_trainer.recordings import recorder as recording_writer
 from draft_trainer.recordings.recorder import Recorder, RecordingWriter
-from draft_trainer.recordings.recording import INDEX_FILE, Recording, read_index
+from draft_trainer.recordings.recording import INDEX_FILE, Recording
 from slipstream.errors import RefusedError
 from slipstream.sample import Sample
 from slipstream.v1 import draft_trainer_pb2 as pb
@@ -160,22 +159,6 @@ def test_recordings_that_are_taken_away_make_room(
     assert rig.counts() == (2 * recorded, {"capacity": 239 - 2 * recorded, "write_failed": 1})
 
 
-def test_recorder_starts_anew_if_recording_is_removed(
-    tmp_path: Path,
-) -> None:
-    rig = Rig(tmp_path)
-    samples = Policy().samples(20)
-    for number, sample in enumerate(samples):
-        if number == 2:
-            assert rig.counts() == (1, {})
-            shutil.rmtree(tmp_path / "run-000000")
-        rig.recorder._guarded(partial(rig.recorder._record, rig.run, sample), 1)
-    rig.recorder._guarded(rig.recorder._flush)
-    recorded, shed = rig.counts()
-    assert recorded == 1 + len(Recording(tmp_path / "run-000000")) > 1
-    assert shed == {"write_failed": 20 - recorded}
-
-
 def test_another_run_gets_another_recording(
     tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
@@ -217,22 +200,6 @@ def test_recorder_queue_holds_no_space_of_the_store(tmp_path: Path) -> None:
     rig.recorder.start()
     assert rig.recorder.stop(30) and rig.counts() == (1, {})
     assert same(Recording(tmp_path / "run-000000")[0], sealed(sample))
-
-
-def test_a_disk_that_is_full_from_the_start_gets_no_folders(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rig = Rig(tmp_path)
-
-    @contextmanager
-    def full(path: Path) -> Iterator[Path]:
-        raise OSError(errno.ENOSPC, "No space left on device", str(path))
-        yield path
-
-    monkeypatch.setattr(recording_writer, "written_whole", full)
-    rig.record(Policy().samples(3))
-    assert rig.counts() == (0, {"write_failed": 3})
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_full_disk_loses_shards_not_the_recorder(
@@ -310,36 +277,6 @@ def test_no_failure_ends_the_recorder(
     monkeypatch.setattr(recording_writer, "RecordingWriter", fails_once)
     rig.record(Policy().samples(3))
     assert rig.counts() == (2, {"write_failed": 1})
-
-
-def test_recorder_leaves_number_of_another_trainer(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rig = Rig(tmp_path)
-    (tmp_path / "run-000000").mkdir()
-    with monkeypatch.context() as patched:
-        # It came after the numbers were looked at.
-        patched.setattr(Path, "iterdir", lambda path: iter(()))
-        rig.recorder._guarded(partial(rig.recorder._record, rig.run, Policy().samples(1)[0]), 1)
-    assert rig.counts() == (0, {"write_failed": 1})
-    assert list((tmp_path / "run-000000").iterdir()) == []
-    rig.record(Policy().samples(2))
-    assert len(Recording(tmp_path / "run-000001")) == 2
-
-
-def test_any_run_id_is_recorded_in_any_locale(tmp_path: Path) -> None:
-    code = (
-        "import sys; from pathlib import Path; from tests.draft_trainer.recordings import FACTS\n"
-        "from draft_trainer.recordings.recorder import RecordingWriter\n"
-        "RecordingWriter(Path(sys.argv[1]), FACTS.model_copy(update={'run_id': chr(0x2260)}))"
-    )
-    subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path / "r")],
-        env={**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"},
-        check=True,
-        timeout=600,
-    )
-    assert read_index(tmp_path / "r").facts.run_id == "\u2260"
 
 
 def test_recorder_removes_leftovers_of_killed_recorder(tmp_path: Path) -> None:

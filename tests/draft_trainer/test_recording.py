@@ -172,13 +172,6 @@ def test_damage_is_refused_by_name(
         Recording(tmp_path).policy_heads(draft_vocab_ids())
 
 
-def test_the_folder_above_recordings_names_them(tmp_path: Path, policy: Policy) -> None:
-    for name in ("run-000000", "run-000001"):
-        record_synthetic(tmp_path / name, policy.samples(1), {1: policy})
-    with pytest.raises(RefusedError, match=r"give one of .*: run-000000, run-000001"):
-        Recording(tmp_path)
-
-
 def test_what_cannot_be_recorded_is_refused(tmp_path: Path, policy: Policy) -> None:
     sample = policy.samples(1)[0]
     writer = RecordingWriter(tmp_path, FACTS)

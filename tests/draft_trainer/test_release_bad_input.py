@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 
 import grpc
@@ -34,22 +33,6 @@ def test_a_damaged_release_is_not_promoted(rig: Rig) -> None:
         assert not [call for call in server.calls[len(then) :] if call[0] in ("Stage", "Commit")]
     assert rig.publisher.promote(3, pin=False).changes
     assert rig.served == [3, 3, 3]
-
-
-@pytest.mark.parametrize("under_way", ["_staged_alone", "committed_alone"])
-def test_promote_during_publish_is_refused(rig: Rig, under_way: str) -> None:
-    """And not done later, when the operator takes it for failed."""
-    before, until = rig.promotions.now, time.monotonic()
-    with getattr(rig.publisher, under_way)():
-        for move in (
-            lambda: rig.publisher.promote(2, pin=True, until=until),
-            lambda: rig.publisher.roll_back("x", until=until),
-        ):
-            with pytest.raises(RefusedError, match="one publish at a time") as caught:
-                move()
-            assert caught.value.code is grpc.StatusCode.ABORTED
-    assert rig.promotions.now == before and rig.served == [1, 1, 1]
-    assert rig.publisher.promote(2, pin=False, until=until).changes, "there is nothing to wait for"
 
 
 def test_server_texts_are_bounded_and_one_line(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:

@@ -86,16 +86,6 @@ def test_a_half_written_release_is_never_listed(
     assert names(tmp_path) == {"release-000000", "release-000001"}
 
 
-def test_prune_keeps_the_newest_and_the_protected(tmp_path: Path) -> None:
-    registry = Registry(tmp_path)
-    for seed in range(5):
-        create(registry, seed)
-    assert registry.prune(2, spared={0}) == (1, 2)
-    assert [m.draft_version for m in registry.uses()[0]] == [0, 3, 4]
-    assert names(tmp_path) == {f"release-{v:06d}" for v in (0, 3, 4)}
-    assert create(registry).draft_version == 5
-
-
 def test_prune_by_bytes_and_use(tmp_path: Path) -> None:
     registry = Registry(tmp_path)
     for seed in range(6):

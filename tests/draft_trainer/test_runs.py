@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -29,40 +27,6 @@ def runs(store: SampleStore) -> Runs:
 
 def request(run_id: str) -> pb.OpenRunRequest:
     return pb.OpenRunRequest(run_id=run_id, policy=SPEC)
-
-
-class Interrupted:
-    """A lock after whose first release something else happens."""
-
-    def __init__(self, then: Callable[[], object]) -> None:
-        self._lock = threading.Lock()
-        self._then: Callable[[], object] | None = then
-
-    def __enter__(self) -> None:
-        self._lock.acquire()
-
-    def __exit__(self, *error: object) -> None:
-        self._lock.release()
-        then, self._then = self._then, None
-        if then is not None:
-            then()
-
-
-def test_no_run_begins_between_session_and_stream(runs: Runs) -> None:
-    session = runs.open(request("one"))
-    refused = []
-
-    def begin() -> None:
-        with pytest.raises(RefusedError, match=r"1 stream\(s\) feed now") as caught:
-            runs.open(request("two"))
-        refused.append(caught.value.code)
-        assert "close the PolicyBridge of that run" in caught.value.next_step
-
-    runs._lock = Interrupted(begin)  # type: ignore[assignment]
-    with runs.stream(session.session_id, 8) as streaming:
-        assert streaming.run is runs.current
-    assert refused == [StatusCode.FAILED_PRECONDITION]
-    assert runs.open(request("two")).run is runs.current
 
 
 def test_run_that_failed_to_begin_matches_the_store(

@@ -123,7 +123,7 @@ def test_samples_of_another_registry_are_refused(tmp_path: Path) -> None:
     assert "another registry" in error.found and "set another" in error.next_step
 
 
-@pytest.mark.parametrize("text", ["{", "[]", '{"format": 2}', '{"format": 3, "registry": 1}'])
+@pytest.mark.parametrize("text", ["{", "[]", '{"format": 3, "registry": 1}'])
 def test_samples_folder_invalid_marker_is_refused(tmp_path: Path, text: str) -> None:
     here = tmp_path / "here"
     opened(tmp_path, here).close(keep=True)

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from benchmarks.publish_faults.memory_server import MemoryServer
-from draft_trainer.counters import by_label, total
+from draft_trainer.counters import total
 from draft_trainer.drafters.policy import PolicyHeads
 from draft_trainer.training.economy import CoreSeconds, Decision
 from draft_trainer.training.learner import StepMetrics
@@ -35,7 +35,6 @@ from tests.draft_trainer.rig import (
     train_until_released,
     write_draft,
 )
-from tests.waiting import until
 
 
 def test_trainer_trains_gates_releases_and_publishes(tmp_path: Path) -> None:
@@ -118,29 +117,6 @@ def test_candidate_seconds_bounds_time_to_the_gate(tmp_path: Path) -> None:
     with feeding(config) as (_, client):
         client.send(*rollouts(60))
         client.wait_for(lambda s: sum(s.verdicts.values()) > 0 and not s.idle)
-
-
-def test_publishing_on_promotion_needs_no_sync_window(tmp_path: Path) -> None:
-    double = MemoryServer(write_draft(tmp_path / "initial"))
-    config = make_config(tmp_path, publish={"rollout_servers": [double.address], "on": "promotion"})
-    with feeding(config) as (server, client):
-        version = train_until_released(client)
-        until(lambda: double.state.draft_version == version)
-        until(lambda: "committed" in by_label(server._counters.publishes))
-    double.stop()
-
-
-def test_restart_without_state_takes_newest_release(tmp_path: Path) -> None:
-    config = make_config(tmp_path, training={"state_every_steps": 0})
-    with feeding(config) as (_, client):
-        version = train_until_released(client)
-    assert not (config.draft.registry / "training-state").exists()
-    with running(config, train=False) as (server, _):
-        learner = server.loop.learner
-        tensors = server.publisher._registry.tensors(version)
-        for name, weight in learner.head.state_dict().items():
-            assert torch.equal(weight, tensors[name].float())
-        assert (learner.steps, server.loop.position.run_id) == (0, "")
 
 
 def test_state_from_before_the_newest_release_is_not_resumed(tmp_path: Path) -> None:

@@ -7,7 +7,6 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from unittest.mock import MagicMock
 
 import grpc
 import pytest
@@ -16,14 +15,13 @@ import torch
 from benchmarks.publish_faults.memory_server import MemoryServer
 from draft_trainer.config import PublishConfig
 from draft_trainer.counters import Counters
-from draft_trainer.releases import spread
 from draft_trainer.releases.canary import AcceptanceWatch
-from draft_trainer.releases.client import DraftPayload, Failure
+from draft_trainer.releases.client import Failure
 from draft_trainer.releases.fleet import Fleet
 from draft_trainer.releases.publisher import Publisher
 from draft_trainer.releases.reconcile import Reconciler
 from draft_trainer.releases.registry import Registry, open_promotions
-from draft_trainer.releases.spread import FAN_OUT, MOST_SENT, Spread
+from draft_trainer.releases.spread import MOST_SENT, Spread
 from rollout_server import peers
 from rollout_server.control import DRAFT, Weights
 from rollout_server.store import ContentStore
@@ -113,27 +111,6 @@ def test_what_the_trainer_sends_does_not_grow_with_the_fleet(make: Callable[...,
     assert sum(plane.service.peers.fetched_bytes for plane in rig.planes) == rig.sent("server")
     assert sum(plane.service.peers.served_bytes for plane in rig.planes) == rig.sent("server")
     assert max(plane.service.peers.served_bytes for plane in rig.planes) < rig.sent("server") / 2
-
-
-def test_a_source_serves_few_at_a_time(
-    make: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rig = make(9)
-    holders = rig.hold(rig.planes[0])
-    busy: list[str] = []
-    most: list[int] = []
-    real = Spread._start
-
-    def start(self: Spread, address: str, call: object) -> None:
-        real(self, address, call)  # type: ignore[arg-type]
-        busy[:] = [running.sources[0] for running in self._running.values()]
-        most.append(max(busy.count(source) for source in busy))
-
-    monkeypatch.setattr(Spread, "_start", start)
-    staged = rig.spread(holders).to([plane.address for plane in rig.planes[1:]])
-    assert all(isinstance(answer, pb.StageResult) for answer in staged.values())
-    assert max(most) == FAN_OUT
-    assert rig.sent("trainer") == 0
 
 
 def test_altered_bytes_are_refused_and_their_source_is_dropped(make: Callable[..., Rig]) -> None:
@@ -311,46 +288,6 @@ def test_the_first_draft_is_given_up_like_any_other(make: Callable[..., Rig]) ->
     assert plane.control.previous_draft is not None
     held = {*plane.control.live[DRAFT].keys, *plane.control.previous_draft.keys}
     assert first - held and not (first - held) & plane.store._references.keys()
-
-
-class Scripted:
-    """A fleet whose calls end in a given order."""
-
-    def __init__(self, ends: list[tuple[str, pb.StageResult | Failure]]) -> None:
-        self.started: list[str] = []
-        self._ends = iter(ends)
-
-    def calls(self) -> Scripted:
-        return self
-
-    def client(self, address: str) -> MagicMock:
-        return MagicMock()
-
-    def start(self, name: str, call: object) -> None:
-        self.started.append(name)
-
-    def next(self, quorum: object) -> tuple[str, pb.StageResult | Failure]:
-        return next(self._ends)
-
-
-def test_server_without_sources_delays_no_other(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The trainer has sent its share: that server comes last, and others try again meanwhile."""
-    monkeypatch.setattr(spread, "TRIES", 2)
-    none, done = Failure("none of its sources gave it", grpc.StatusCode.ABORTED), pb.StageResult()
-    fleet = Scripted(
-        [
-            *(("cut-off", none), ("cut-off", none), ("again", none)),
-            *(("slow", done), ("again", done), ("cut-off", done)),
-        ]
-    )
-    draft = DraftPayload(1, None, {"w": torch.zeros(4)}, [])
-    names = ["cut-off", "again", "slow"]
-    one = Spread(fleet, draft, names, ["a", "b"], Counters())  # type: ignore[arg-type]
-    one._sent = MOST_SENT * draft.nbytes
-    assert one.to(names).keys() == set(names)
-    assert fleet.started == [*names, "cut-off", "again", "cut-off"]
 
 
 def test_what_a_cut_stage_fetched_is_not_sent_again(

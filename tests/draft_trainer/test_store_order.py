@@ -6,61 +6,13 @@ import random
 from pathlib import Path
 from typing import Any
 
-from draft_trainer.ingest.arena import aligned
-from draft_trainer.ingest.store import SampleStore
 from tests.draft_trainer.samples import (
     all_drawn,
-    is_intact,
-    nbytes,
     open_store,
     put,
     received,
     times_drawn,
 )
-
-SIZE = aligned(nbytes(16))
-
-
-def evict_all(store: SampleStore) -> list[str]:
-    """Take the space of one sample after the other; the ids in that order."""
-    order: list[str] = []
-    left, taken = [f"s{i}" for i in range(100)], []
-    while store.counts().resident:
-        taken.append(store.reserve(nbytes(16)))
-        resident = times_drawn(store, left)
-        order += [name for name in left if name not in resident and store.seen("run", name)]
-        left = [name for name in left if name in resident]
-    return order
-
-
-def test_eviction_order(tmp_path: Path) -> None:
-    store = open_store(tmp_path, 8 * SIZE, max_epochs=3)
-    store.begin("run", {})
-    for i in range(8):
-        put(store, f"s{i}", version=i // 4)
-    drawn = [all_drawn(store, tokens=16)[0] for _ in range(15)]
-    exhausted = [name for name in drawn if drawn.count(name) == 3]
-    assert exhausted
-    times = times_drawn(store, [f"s{i}" for i in range(8)])
-    gone = evict_all(store)
-    assert len(gone) == 8
-    # In the order of the last draw; then version 0 before 1, most drawn first, by arrival.
-    last = sorted(set(exhausted), key=lambda name: max(i for i, n in enumerate(drawn) if n == name))
-    rest = sorted(set(times) - set(last), key=lambda name: (int(name[1]) // 4, -times[name], name))
-    assert gone == last + rest
-
-
-def test_viewed_samples_are_not_evicted(tmp_path: Path) -> None:
-    store = open_store(tmp_path, 4 * SIZE)
-    store.begin("run", {})
-    for name in "abcd":
-        put(store, name)
-    viewed = store.draw("run", 2 * 16).samples
-    names = {sample.sample_id for sample in viewed}
-    put(store, "e")
-    put(store, "f")
-    assert set(times_drawn(store, "abcdef")) == names | {"e", "f"}
-    assert all(is_intact(sample) for sample in viewed)
 
 
 def test_draw_order_follows_the_seed(tmp_path: Path) -> None:
