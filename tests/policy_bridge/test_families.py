@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, FineGrainedFP8Config, Mxfp4Config
 
 from benchmarks.publish_faults.memory_server import MemoryServer
 from docs.make_families import PAGE, row
-from policy_bridge import BridgeConfig, ModulePaths, PolicyBridge
+from policy_bridge import ModulePaths
 from policy_bridge.logits import check_logits, form_of
 from policy_bridge.sync import policy_tensors
 from slipstream.errors import RefusedError
@@ -387,10 +387,3 @@ def test_logit_check_leaves_out_masked_vocabulary() -> None:
     assert check_logits(masked, own, LogitForm(), torch.float32, None)
     with pytest.raises(RefusedError, match="times 2"):
         check_logits(2 * masked, own, LogitForm(), torch.float32, None)
-
-
-def test_negative_soft_cap_in_model_config_refused() -> None:
-    model = make_model()
-    model.config.final_logit_softcapping = -30.0
-    with pytest.raises(RefusedError, match="final_logit_softcapping"):
-        PolicyBridge(model, BridgeConfig(trainer="127.0.0.1:1", run_id="r", strict=True))
