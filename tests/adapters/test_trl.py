@@ -6,10 +6,9 @@ import copy
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
 from functools import partial
 from importlib.util import find_spec
-from inspect import getsource, signature
+from inspect import getsource
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -144,24 +143,13 @@ def test_trl_tools_and_images_refused(field: str, changes: dict[str, Any], conte
 
 
 def test_trl_has_names_that_adapter_uses() -> None:
-    """Names and arguments alone: a TRL that moves one of them fails here first, by name."""
-    from trl import GRPOConfig, GRPOTrainer
+    """Those that no training run here reaches: doubles stand for them in other tests."""
+    from trl import GRPOTrainer
 
-    assert "rollout_func" in signature(GRPOTrainer.__init__).parameters
-    generate = getsource(GRPOTrainer._generate)
-    assert "self.rollout_func(prompts, self)" in generate
-    log_probs = getsource(GRPOTrainer._get_per_token_logps_and_entropies)
-    assert "labels=labels, fused_lm_head=True" in log_probs and "outputs.log_probs" in log_probs
     tokenize = getsource(GRPOTrainer._tokenize_prompts)
     assert "chat_template=self.chat_template" in tokenize and "tools=self.tools" in tokenize
     assert "self.environment_factories is not None" in tokenize
     assert "self.is_deepspeed_enabled = " in getsource(Trainer.create_accelerator_and_postprocess)
-    settings = {field.name for field in fields(GRPOConfig)}
-    assert settings >= {
-        *("per_device_train_batch_size", "temperature", "top_p", "top_k", "min_p"),
-        *("repetition_penalty", "max_completion_length", "generation_kwargs"),
-        *("chat_template_kwargs", "steps_per_generation", "beta"),
-    }
 
 
 def test_trl_zero3_weights_gathered_by_engine() -> None:

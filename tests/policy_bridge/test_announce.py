@@ -9,7 +9,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from policy_bridge import session as announce
 from slipstream.errors import RefusedError
@@ -27,18 +26,6 @@ def test_a_framed_chunk_is_what_protobuf_reads(size: int, offset: int) -> None:
     data = data[:size]
     chunk = pb.AnnouncePolicyRequest.FromString(frame_chunk("a.b", offset, memoryview(data))).chunk
     assert (chunk.name, chunk.offset, chunk.data) == ("a.b", offset, data)
-
-
-@pytest.mark.parametrize(("blocks", "pause"), [(1, 0.0), (20, 0.004), (1000, 0.001)])
-def test_hashing_pauses_after_each_block_within_a_bound(
-    monkeypatch: pytest.MonkeyPatch, blocks: int, pause: float
-) -> None:
-    slept: list[float] = []
-    monkeypatch.setattr(announce, "BLOCK_BYTES", 64)
-    monkeypatch.setattr(announce.time, "sleep", slept.append)
-    tensors = {"x": torch.zeros(64 * (blocks - 1) + 1, dtype=torch.bool)}
-    announce._specs_of(tensors, WeakTensorKeyDictionary(), threading.Event())
-    assert slept == pytest.approx([pause] * blocks)
 
 
 def test_announced_version_of_many_blocks_arrives(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from policy_bridge import PolicyBridge
 from policy_bridge.metrics import FACTS, BridgeCollector
 from policy_bridge.stats import Counters
 from slipstream.v1 import draft_trainer_pb2 as pb
@@ -68,11 +67,6 @@ def test_metrics_shed_and_refused_by_reason() -> None:
     assert of(samples, B + "samples_refused_total") == {("packed",): 2, ("policy_version",): 1}
     assert value(samples, B + "capture_enabled") == 0
     assert value(samples, B + "outbox_samples") == 4
-
-
-def test_metrics_of_disabled_bridge() -> None:
-    samples = scrape(BridgeCollector(PolicyBridge.disabled()))
-    assert value(samples, B + "capture_enabled") == 0
 
 
 def test_metrics_dictionary_has_bridge_and_trainer_numbers(

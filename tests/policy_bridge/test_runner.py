@@ -26,19 +26,6 @@ def side() -> Iterator[Copier]:
     side.close()
 
 
-def test_copier_runs_jobs_in_order_in_its_thread(side: Copier) -> None:
-    ran: list[tuple[int, int]] = []
-    go_on = hold(side)
-    for number in range(JOBS):
-        assert side.put(lambda n=number: ran.append((n, threading.get_ident())))  # type: ignore[misc]
-    assert not side.put(lambda: ran.append((-1, 0)))
-    assert not side.wait_idle(0.0)
-    go_on.set()
-    assert side.wait_idle(DEADLINE)
-    assert [number for number, _ in ran] == list(range(JOBS))
-    assert threading.get_ident() not in {thread for _, thread in ran}
-
-
 def test_copier_error_is_raised_once_by_next_put(side: Copier) -> None:
     def job() -> None:
         raise RefusedError("states", "late", "early", "hurry")

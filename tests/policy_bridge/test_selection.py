@@ -81,12 +81,6 @@ def cut(length: int, max_tokens: int, completion_from: int = 0) -> list[Candidat
     return windows(row=0, start=4, loss_mask=mask, token_bytes=1, max_tokens=max_tokens)
 
 
-def test_sequence_within_max_tokens_is_one_window() -> None:
-    (whole,) = cut(100, 100, completion_from=30)
-    assert (whole.start, whole.end, whole.offset, whole.fresh) == (4, 104, 0, 4)
-    assert whole.nbytes == 100
-
-
 @pytest.mark.parametrize("length", [101, 250, 1000])
 def test_sequence_windows_cover_tokens_once_with_context(length: int) -> None:
     found = cut(length, 100)

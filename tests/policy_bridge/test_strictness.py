@@ -165,22 +165,6 @@ def test_version_going_backwards_turns_capture_off(
     assert bridge.stats().capture_off_reason == ""
 
 
-def test_resumed_run_below_known_version_turns_capture_off(
-    trainer: FakeTrainer, connect: Connect
-) -> None:
-    model, data = make_model(), batch((8,))
-    with connect(model=model) as before:
-        sync(before, 7)
-        trainer.wait_for(lambda: 7 in trainer.tensors)
-    bridge = connect(model=model, version=3)
-    assert "policy_version: found 3, expected > 7" in bridge.stats().capture_off_reason
-    ship(bridge, model, data)
-    assert not trainer.samples
-    # The very version that the trainer knows is what a resumed policy is.
-    resumed = connect(model=model, version=7)
-    assert resumed.stats().capture_off_reason == ""
-
-
 @pytest.mark.parametrize(
     ("layers", "vocab", "field"),
     [

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import pytest
 from draft_trainer.drafters import DRAFTERS
 from examples.arithmetic_grpo.make_mtp import first_layers, new_head, policy_with_mtp
 from rollout_server.launch import build_parser, settings_of, share_with_ray
-from rollout_server.plugins import MARK, log_with_vllm
+from rollout_server.plugins import MARK
 from slipstream.errors import RefusedError
 
 PORTS = ("--port", "0", "--control-port", "0")
@@ -157,26 +156,6 @@ def test_parallel_drafting_uses_fixed_draft_length(policy_dir: Path, tmp_path: P
     assert "num_speculative_tokens_per_batch_size" not in args.speculative_config
     with pytest.raises(RefusedError, match=r"--speculation: found auto.*in parallel"):
         settings_of(build_parser().parse_args([*given, "--speculation", "auto"]))
-
-
-def test_log_level_follows_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
-    printed: list[str] = []
-    handler = logging.Handler()
-    monkeypatch.setattr(handler, "emit", lambda record: printed.append(record.getMessage()))
-    vllm, own = logging.getLogger("vllm"), logging.getLogger("rollout_server.app")
-    monkeypatch.setattr(vllm, "handlers", [handler])
-    for name in ("rollout_server", "slipstream"):
-        logger = logging.getLogger(name)
-        monkeypatch.setattr(logger, "parent", logger.parent)  # put back at the end
-    log_with_vllm()
-    level = vllm.level
-    try:
-        for level_now in (logging.INFO, logging.WARNING):
-            vllm.setLevel(level_now)
-            own.info("at %d", level_now)
-    finally:
-        vllm.setLevel(level)
-    assert printed == [f"at {logging.INFO}"]
 
 
 def test_ray_workers_inherit_plugin_mark(monkeypatch: pytest.MonkeyPatch) -> None:

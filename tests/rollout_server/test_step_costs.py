@@ -9,7 +9,6 @@ from contextlib import asynccontextmanager
 import pytest
 
 from rollout_server.acceptance import AcceptanceTracker
-from rollout_server.engine_core import rounded_up
 from rollout_server.step_costs import CostWatch, StepCosts, StepSum, StepSums
 from slipstream.errors import RefusedError
 from slipstream.v1 import rollout_server_pb2 as pb
@@ -171,9 +170,3 @@ def test_idle_server_is_not_probed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert costs.unknown_size == 4
     assert engine.turned == []
     assert tracker.speed_up is None, "nothing is drafted"
-
-
-def test_rounded_batch_sizes_are_few_and_close() -> None:
-    sizes = {rounded_up(requests) for requests in range(1, 257)}
-    assert sorted(sizes) == [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256]
-    assert all(n <= rounded_up(n) < 1.5 * n + 1 for n in range(1, 257))

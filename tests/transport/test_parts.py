@@ -10,42 +10,13 @@ import pytest
 import torch
 from google.protobuf.message import DecodeError
 
-from draft_trainer.ingest.ingest import Memories
-from slipstream import tensors as framing
-from slipstream.errors import RefusedError, StatusCode
+from slipstream.errors import RefusedError
 from slipstream.sample import Sample, layout_of
-from slipstream.shm import HEADER_BYTES, MemoryLostError, SharedFile, remove_stale
-from slipstream.tensors import all_finite, checksum_of, frame, frames, unframe
+from slipstream.shm import SharedFile, remove_stale
+from slipstream.tensors import all_finite, frame, unframe
 from slipstream.v1 import draft_trainer_pb2 as pb
 
 from .rig import samples
-
-
-def test_shared_file_both_sides_see_same_bytes(tmp_path: Path) -> None:
-    bridge = SharedFile.create(tmp_path, 1 << 16)
-    trainer = SharedFile.open(tmp_path, bridge.name, bridge.nbytes, bridge.nonce)
-    bridge.remove_name()
-    assert list(tmp_path.iterdir()) == []
-    written, read = np.frombuffer(b"hello", np.uint8), np.empty(5, np.uint8)
-    bridge.write(HEADER_BYTES, written)
-    trainer.read_into(HEADER_BYTES, read)
-    assert read.tobytes() == b"hello"
-    for side in (trainer, bridge):
-        side.close()
-        side.close()
-
-
-def test_shared_file_truncated_is_error_on_both_sides(tmp_path: Path) -> None:
-    bridge = SharedFile.create(tmp_path, 1 << 16)
-    trainer = SharedFile.open(tmp_path, bridge.name, bridge.nbytes, bridge.nonce)
-    block = np.ones(100, np.uint8)
-    bridge.write(HEADER_BYTES, block)
-    os.truncate(tmp_path / bridge.name, HEADER_BYTES + 50)
-    with pytest.raises(MemoryLostError, match="found a file that ends at byte 4146") as cut:
-        trainer.read_into(HEADER_BYTES, block)
-    assert (cut.value.field, cut.value.code) == ("shared_memory", StatusCode.DATA_LOSS)
-    with pytest.raises(MemoryLostError, match="found a file of 4146 bytes, expected 65536"):
-        bridge.write(HEADER_BYTES, block)
 
 
 def test_shared_file_with_other_size_nonce_or_kind_refused(tmp_path: Path) -> None:
@@ -131,16 +102,6 @@ def test_samples_of_one_prompt_share_group() -> None:
     assert window.group == window.sample_id
 
 
-def test_checksum_covers_whole_block() -> None:
-    block = np.random.default_rng(0).integers(0, 256, 100_000).astype(np.uint8)
-    whole = checksum_of(block)
-    for at in (0, 50_000, 99_999):
-        changed = block.copy()
-        changed[at] ^= 1
-        assert checksum_of(changed) != whole
-    assert checksum_of(block[:-1]) != whole
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_finiteness_is_exact_for_every_bit_pattern(dtype: torch.dtype) -> None:
     bits = torch.arange(1 << 16, dtype=torch.int32)
@@ -182,34 +143,6 @@ def test_frame_equals_protobuf_bytes(size: int) -> None:
         framed = unframe(given)
         assert framed.request == requests()
         assert (framed.payload.tobytes(), framed.nbytes) == (payload.tobytes(), len(given))
-
-
-@pytest.mark.parametrize("size", [0, 256, 257, 1000])
-def test_frame_long_payload_is_split_into_pieces(
-    monkeypatch: pytest.MonkeyPatch, size: int
-) -> None:
-    monkeypatch.setattr(framing, "PIECE_BYTES", 256)
-    payload = np.arange(size, dtype=np.uint64).astype(np.uint8)
-    *ahead, last = [unframe(b"".join(parts)) for parts in frames(requests(), [payload])]
-    assert len(ahead) == max(0, round(size / 256) - 1)
-    assert all(framed.request == pb.StreamStatesRequest() for framed in ahead)
-    whole = last.behind(ahead)
-    assert whole.request == requests()
-    assert np.concatenate([*whole.ahead, whole.payload]).tobytes() == payload.tobytes()
-    assert whole.nbytes == sum(framed.nbytes for framed in (*ahead, last))
-
-
-@pytest.mark.parametrize("length", [1, 100, 128, 1000])
-def test_span_over_payload_pieces_is_read(length: int) -> None:
-    data = np.arange(1000, dtype=np.uint64).astype(np.uint8)
-    memories = Memories([data[start : start + length] for start in range(0, 1000, length)])
-    for start, end in ((0, 64), (64, 1000), (0, 1000), (130, 131)):
-        block = np.zeros(end - start, np.uint8)
-        memories.read(pb.Span(memory=pb.MEMORY_PAYLOAD, offset=start, bytes=end - start), block)
-        assert block.tobytes() == data[start:end].tobytes()
-    with pytest.raises(RefusedError, match=r"packed\.span"):
-        beyond = pb.Span(memory=pb.MEMORY_PAYLOAD, offset=990, bytes=11)
-        memories.read(beyond, np.empty(11, np.uint8))
 
 
 @pytest.mark.parametrize("keep", [1, 3, 100, -1])

@@ -26,19 +26,16 @@ SIZES = {
     "pad_token_id": 0,
 }
 FAMILIES: dict[str, dict[str, object]] = {
-    "Phi": {},
     "Gemma2": {"final_logit_softcapping": 4.0},
     "Granite": {"logits_scaling": 8.0},
 }
-"""Logits with a bias, a soft cap, a factor."""
+"""Logits with a soft cap, and with a factor."""
 
 
 def make(family: str) -> PreTrainedModel:
     torch.manual_seed(0)
     config = getattr(transformers, f"{family}Config")(**SIZES, **FAMILIES[family])
     model: PreTrainedModel = getattr(transformers, f"{family}ForCausalLM")(config).eval()
-    if model.lm_head.bias is not None:
-        torch.nn.init.normal_(model.lm_head.bias, std=2.0)
     return model
 
 

@@ -18,7 +18,6 @@ from tests.draft_trainer.rig import Client, feeding, make_config
 from tests.waiting import until
 
 from .rig import Sender, assert_same, deliver, kept, samples, sending
-from .test_kills import line, process
 
 
 @pytest.fixture
@@ -151,26 +150,6 @@ def test_file_truncated_during_read_loses_its_blocks_only(
     # The trainer refused them by name, and the bridge looked for them in its own file.
     refused = client.status().refused_by_field
     assert set(refused) == {"shared_memory"}
-
-
-def test_processes_survive_file_truncated_while_sending(tmp_path: Path, memory: Path) -> None:
-    with process("trainer_process", tmp_path, memory) as trainer:
-        (address,) = line(trainer)
-        with process("sender_process", address, memory, 1) as sender:
-            accepted, transport, lost, *_ = line(sender)
-            assert (int(accepted), transport, int(lost)) == (100, "shared_memory", 0)
-            # The file has no name: through the descriptor of the process that holds it.
-            for entry in Path(f"/proc/{sender.pid}/fd").iterdir():
-                if str(memory / "slipstream-samples-") in str(entry.readlink()):
-                    os.truncate(entry, HEADER_BYTES + 1000)
-            for _ in range(100):
-                accepted, transport, *_ = line(sender)
-                if transport == "grpc":
-                    break
-            before = int(accepted)
-            accepted, transport, _, connects, *_ = line(sender)
-            assert int(accepted) > before and (transport, int(connects)) == ("grpc", 1)
-            assert sender.poll() is None and trainer.poll() is None
 
 
 def test_corrupted_byte_refused_and_stream_continues(

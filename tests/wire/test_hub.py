@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import huggingface_hub
@@ -48,9 +47,3 @@ def test_hub_name_offline_refused_with_command(
         local_folder("slipstream-test/absent", "draft.initial")
     assert refused.value.field == "draft.initial"
     assert "hf download slipstream-test/absent" in refused.value.next_step
-
-
-def test_without_the_package_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    with pytest.raises(RefusedError, match="pip install huggingface-hub"):
-        local_folder("org/absent", "MODEL")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 from slipstream.errors import RefusedError
 from slipstream.layers import (
@@ -11,7 +10,6 @@ from slipstream.layers import (
     choose_aux_layers,
     default_aux_layers,
 )
-from slipstream.sample import Sample
 
 
 def test_default_aux_layers_are_vllms() -> None:
@@ -36,20 +34,3 @@ def test_check_layers_refuses_other_lists(ids: object) -> None:
     assert check_layers([1, 5], "ids", "fix it", 1, 5) == check_layers((1, 5), "ids", "fix it")
     with pytest.raises(RefusedError, match="expected ascending layers from 1 to 5"):
         check_layers(ids, "ids", "fix it", 1, 5)
-
-
-def test_sample_without_aux_layers_has_final_state() -> None:
-    final = torch.linspace(-1, 1, 5 * 64).view(5, 64)
-    sample = Sample.pack(
-        *("one", 0, 1.0, ()),
-        token_ids=torch.arange(5),
-        positions=torch.arange(5),
-        loss_mask=torch.ones(5, dtype=torch.bool),
-        aux=torch.zeros(5, 0),
-        final_hidden=final,
-        sampled_logprobs=torch.zeros(5),
-        sampled_logits=torch.zeros(5),
-        dtype=torch.bfloat16,
-    )
-    assert sample.aux.shape == (5, 0)
-    assert torch.equal(sample.final_hidden, final.bfloat16())
