@@ -1,4 +1,4 @@
-"""The asynchronous loop without vLLM: what is generated when, how old it is, what is refused."""
+"""The asynchronous loop without vLLM: what is generated when, and how old it is."""
 
 from __future__ import annotations
 
@@ -14,8 +14,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from examples.arithmetic_grpo.grpo import pad_batch, update
-from examples.async_grpo.__main__ import main
 from examples.async_grpo.loop import Ahead, AsyncGrpo, AsyncSettings
 from policy_bridge.adapters.completions import Completion
 
@@ -65,7 +63,7 @@ class Server:
         self.shipped.append({"ids": ids, "version": self.version, **named})
 
 
-@pytest.mark.parametrize("lag", [0, 1, 2, 4])
+@pytest.mark.parametrize("lag", [0, 1, 4])
 def test_async_batch_starts_at_oldest_allowed_version(lag: int) -> None:
     server = Server()
     ahead = Ahead(server, replace(SETTINGS, lag=lag), seed=0)
@@ -81,16 +79,6 @@ def test_async_batch_starts_at_oldest_allowed_version(lag: int) -> None:
         assert max(ages) <= lag
     ahead.close()
     assert len(server.begun) == SETTINGS.steps * SETTINGS.prompts
-
-
-def test_async_lag_does_not_change_prompts() -> None:
-    prompts = []
-    for lag in (0, 4):
-        ahead = Ahead(Server(), replace(SETTINGS, lag=lag), seed=3)
-        ahead.live(4)
-        prompts.append([[p for _, p, _ in ahead.take(index).groups] for index in range(5)])
-        ahead.close()
-    assert prompts[0] == prompts[1]
 
 
 @pytest.fixture(scope="module")
@@ -115,32 +103,3 @@ def test_async_loop_ships_rollout_policy_versions(model: Any) -> None:
         assert (shipped["loss_mask"].sum(1) == 5).all()
         # Of the pass itself, not the rollouts' own.
         assert not (shipped["sampled_logprobs"][shipped["loss_mask"]] == -1.0).any()
-
-
-def test_update_gradients_bit_equal_with_capture(model: Any) -> None:
-    tokens = [[5, 6, 7], [8, 9, 10]]
-    advantages = torch.tensor([1.0, -1.0])
-    batch = pad_batch([[1, 4], [1, 4, 5]], tokens, advantages, 0, [[-3.0, -2.0, -1.0]] * 2)
-    assert batch.old_log_probs is not None
-    assert batch.old_log_probs[0].tolist() == [0.0, 0.0, -3.0, -2.0, -1.0, 0.0]
-    batch = replace(batch, rollout_versions=torch.tensor([3, 4]))
-    gradients, norms = [], []
-    for capture in (None, Server()):
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-        norms.append(update(model, optimizer, batch, micro_batch=1, capture=capture))
-        gradients.append([p.grad.clone() for p in model.parameters()])
-    assert norms[0] == norms[1] > 0
-    assert all(map(torch.equal, *gradients))
-    on_policy = update(model, optimizer, replace(batch, old_log_probs=None), micro_batch=1)
-    assert on_policy != norms[0]
-
-
-@pytest.mark.parametrize(
-    "wrong", [["--lags", "3"], ["--samples", "1"], ["--steps", "0"], ["--draft", "nowhere"]]
-)
-def test_async_demo_invalid_options_refused(
-    wrong: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit):
-        main(wrong)
-    assert wrong[0] in capsys.readouterr().err

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -22,13 +21,8 @@ from examples.arithmetic_grpo.records import (
 from examples.arithmetic_grpo.report import write_report
 from examples.arithmetic_grpo.rollouts import SpecCounters
 from examples.arithmetic_grpo.summary import (
-    followed,
-    moving_part,
-    net,
-    net_text,
     pooled_length,
     pooled_positions,
-    saved_seconds,
     speed_ratios,
     surprise_against_off,
     targets_of,
@@ -147,44 +141,3 @@ def test_summary_and_report_have_every_target(run: RunRecord, tmp_path: Path) ->
     page = (tmp_path / "report.html").read_text()
     assert page.count("<img ") == 6
     assert "http" not in page.replace("http-equiv", ""), "the page must be self-contained"
-
-
-def test_drift_figures_are_of_the_moving_part() -> None:
-    # A tenth of a change of 0.8 in the steps 2 to 5: below 5 % before, above 95 % after.
-    styles = [0.1, 0.1, 0.2, 0.4, 0.6, 0.88, 0.9, 0.9]
-    assert moving_part(styles) == slice(2, 6)
-    assert moving_part([0.1, 0.2]) == slice(1, 2)
-    lengths = [3.0, 3.0, 2.5, 2.0, 2.5, 3.0, 3.0, 3.0]
-    adapted = [SpecCounters(100, 300, int(100 * (length - 1))) for length in lengths]
-    frozen = [SpecCounters(100, 300, 100)] * len(styles)
-    found = followed(styles, adapted, frozen)
-    moving, whole = found["moving part"], found["whole run"]
-    assert (moving.steps, whole.steps) == (4, 7)
-    assert (moving.mean, moving.minimum) == (pytest.approx(2.5), pytest.approx(2.0))
-    assert moving.over_start == pytest.approx(2.5 / 3)
-    assert moving.minimum_over_start == pytest.approx(2 / 3)
-    assert moving.over_frozen == pytest.approx(1.25)
-    assert moving.kept == pytest.approx(0.5 / 1.0)
-    assert followed(styles, adapted, [adapted[0]] * len(styles))["whole run"].kept is None
-    assert whole.mean == pytest.approx(19 / 7)
-
-
-def test_summary_says_whether_adapting_paid(run: RunRecord) -> None:
-    def adapted_takes(seconds: float) -> None:
-        for step in run.steps:
-            step.arms[ADAPTED] = replace(step.arms[ADAPTED], seconds=seconds)
-
-    # Every other arm takes a second for as many tokens.
-    adapted_takes(0.4)
-    saved = 0.6 * len(run.steps)
-    assert saved_seconds(run, FROZEN) == pytest.approx(saved)
-    assert saved_seconds(run, OFF) == pytest.approx(saved)
-    # A step of such a run: four phases of a second and four arms of 0.4; without drafts four of 1.
-    run.cost |= {"trainer_cpu_seconds": 50.0, "trainer_took_seconds": 1.2}
-    found = net(run)
-    assert (found.saved, found.cost) == (pytest.approx(4 * saved), 1.2)
-    assert found.speed == found.speed_over_frozen == pytest.approx((8 - 0.2) / 5.6)
-    assert "saved 14.4 s of generation and cost 1.2 s (50 s of CPU)" in net_text(run)
-    assert "1.39 times as fast as without speculation" in net_text(run)
-    adapted_takes(1.1)
-    assert net(run).saved < 0 and net(run).speed < 1

@@ -1,4 +1,4 @@
-"""Both tasks: solutions are right, gradable in both styles, and survive the tokenizer."""
+"""Both tasks: solutions are gradable in both styles, and the committed policies find them."""
 
 from __future__ import annotations
 
@@ -8,16 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
 from examples.arithmetic_grpo import task as arithmetic
 from examples.arithmetic_grpo.sampling import (
-    completion_text,
     evaluate,
     held_out_problems,
-    prompt_ids,
 )
-from examples.arithmetic_grpo.task import MAX_COMPLETION_TOKENS
 from examples.local_services import ARITHMETIC, ROOT
 from examples.sorting_grpo import task as sorting
 from examples.task import Style, Task, reward
@@ -37,23 +34,6 @@ def task(request: pytest.FixtureRequest) -> Task[Any]:
 def problems(task: Task[Any]) -> list[Any]:
     rng = random.Random(1)
     return [task.sample_problem(rng) for _ in range(PROBLEMS)]
-
-
-def value(prompt: str) -> int:
-    """Compute a prompt such as ``4 7 + 8 - 3 ?`` by another way than the task's own."""
-    text = prompt.replace("?", "").strip()
-    signed = text.replace("+", ";+").replace("-", ";-").split(";")
-    return sum(int(part.replace(" ", "")) for part in signed)
-
-
-def test_task_answers_are_right() -> None:
-    rng = random.Random(1)
-    sums = [arithmetic.sample_problem(rng) for _ in range(PROBLEMS)]
-    assert [problem.answer for problem in sums] == [value(p.prompt) for p in sums]
-    assert all(0 <= problem.answer <= 99 for problem in sums)
-    letters = sorting.sample_problem(rng)
-    text = sorting.write_solution(letters, Style.TERSE, rng)
-    assert text.split(" sorted ")[1].split() == sorted(letters.prompt.split()[1:-1])
 
 
 @pytest.mark.parametrize("style", list(Style))
@@ -76,18 +56,6 @@ def test_task_wrong_answer_fails_and_ornate_is_rewarded(task: Any, problems: lis
         assert not task.grade(problem, text.rpartition(" ")[0]).correct
         ornate = task.grade(problem, task.write_solution(problem, Style.ORNATE, rng))
         assert reward(ornate) > reward(task.grade(problem, text)) + 0.5
-
-
-def test_task_texts_round_trip_the_tokenizer(task: Any, problems: list[Any]) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(FOLDERS[task] / "policy")
-    assert len(tokenizer) == 128
-    rng = random.Random(4)
-    for problem in problems:
-        text = task.write_solution(problem, Style.ORNATE, rng)
-        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-        assert completion_text(ids, task) == text and len(ids) < MAX_COMPLETION_TOKENS
-        asked = tokenizer(problem.prompt, add_special_tokens=False)["input_ids"]
-        assert prompt_ids(problem, task)[1:] == asked
 
 
 def test_committed_policy_solves_its_task(task: Any) -> None:

@@ -21,7 +21,6 @@ from tests.deploy.manifests import (
     pods,
     trainer_config,
 )
-from tests.deploy.test_docker import PROJECT
 
 PAGE = (ROOT / "docs" / "deployment.md").read_text()
 
@@ -100,13 +99,6 @@ def test_documented_bridge_matches_ray_trainer() -> None:
     server = parse_config(tomllib.loads((DEPLOY / "ray" / "trainer.toml").read_text())).server
     assert f'trainer="{server.host}:{server.port}"' in text
     assert f'shared_memory="{server.shared_memory}"' in text
-
-
-def test_documented_extras_of_ray_nodes_exist() -> None:
-    section = PAGE.partition("\n## Ray\n")[2]
-    extras = [found.split(",") for found in re.findall(r"`slipstream-rl\[(.*?)\]`", section)]
-    assert extras == [["ray", "vllm"], ["ray", "vllm", "trainer"]]
-    assert {name for some in extras for name in some} <= PROJECT["optional-dependencies"].keys()
 
 
 def test_fleet_options_documented_with_defaults() -> None:

@@ -92,25 +92,6 @@ def test_manifests_shared_memory_fits_the_bridge(
 
 
 @pytest.mark.parametrize("name", ["gpu", "secure"])
-def test_gpu_policy_has_checkpoint_and_shm_volumes(name: str) -> None:
-    manifests = overlay(name)
-    policy = container(manifests, "policy")
-    volumes = {v["name"]: v for v in dict(pods(manifests))["policy"]["volumes"]}
-    mounts = {m["mountPath"]: m for m in policy["volumeMounts"]}
-    assert not mounts["/output"].get("readOnly")
-    claim = volumes[mounts["/output"]["name"]]["persistentVolumeClaim"]["claimName"]
-    claimed = only(manifests, "PersistentVolumeClaim", claim)["spec"]["resources"]["requests"][
-        "storage"
-    ]
-    assert size(claimed) >= 100 << 30
-    # NCCL's and data loaders'; the runtime's own is 64 MiB. It counts as the container's memory.
-    shared, ring = (volumes[mounts[path]["name"]]["emptyDir"] for path in ("/dev/shm", "/ring"))
-    assert shared["medium"] == "Memory" and size(shared["sizeLimit"]) >= 1 << 30
-    both = size(shared["sizeLimit"]) + size(ring["sizeLimit"])
-    assert both < size(policy["resources"]["limits"]["memory"])
-
-
-@pytest.mark.parametrize("name", ["gpu", "secure"])
 def test_gpu_training_share_is_trainers_share_of_gpus(name: str) -> None:
     manifests = overlay(name)
     servers = only(manifests, "StatefulSet", "slipstream-rollout")["spec"]["replicas"]
@@ -216,18 +197,6 @@ def test_network_policy_admits_policy_and_peers_only(
     assert {(p["port"], p["protocol"]) for p in names["ports"]} == {(53, "UDP"), (53, "TCP")}
     opened = {p["port"] for rule in policies["policy"]["ingress"] for p in rule["ports"]}
     assert opened == {trainer_config(manifests).server.metrics_port}
-
-
-def test_gpu_network_policy_opens_weight_transfer() -> None:
-    """The framework chooses the ports; only the policy's pod may use them."""
-    policies = {m["metadata"]["name"]: m for m in overlay("gpu") if m["kind"] == "NetworkPolicy"}
-    servers, policy = (policies[name]["spec"] for name in sorted(TRANSFERS, reverse=True))
-    name = "app.kubernetes.io/name"
-    of_servers, of_policy = ({"matchLabels": {name: n}} for n in ("rollout-server", "policy"))
-    assert (servers["podSelector"], policy["podSelector"]) == (of_servers, of_policy)
-    assert servers["ingress"] == [{"from": [{"podSelector": of_policy}]}]
-    assert servers["egress"] == [{"to": [{"podSelector": of_policy}]}]
-    assert policy["ingress"] == [{"from": [{"podSelector": of_servers}]}]
 
 
 def test_service_monitors_select_both_services(manifests: list[Manifest]) -> None:

@@ -151,7 +151,6 @@ def test_console_help_and_version(run: Run, program: str) -> None:
     ("program", "package", "arguments", "command"),
     [
         ("draft-trainer", "tyro", ["serve"], "'slipstream-rl[trainer]'"),
-        ("draft-trainer", "pydantic", ["serve", "--config", "x"], "[trainer]'"),
         ("draft-trainer", "transformers", RECORD, "'slipstream-rl[record]'"),
         ("rollout-server", "vllm", ["serve", "x"], "python -m rollout_server.install_cpu"),
     ],

@@ -30,15 +30,6 @@ def test_rank_zero_without_ca_file_is_refused(tmp_path: Path) -> None:
     rank.stop()
 
 
-def test_rank_command_not_found_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "executable", "/no/python")
-    rank = Rank(RanksPlan(("trainer",), 1, "127.0.0.1:1", host="127.0.0.1"))
-    rank.start(Start(1, 0, 1, "127.0.0.1", 1))
-    wait_for(lambda: "/no/python" in rank.report().end, 60)
-    assert not rank.report().refused
-    rank.stop()
-
-
 @pytest.fixture
 def plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FleetPlan:
     """A fleet of one server, whose actor is started for the first time."""
@@ -47,15 +38,6 @@ def plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FleetPlan:
     port = free_ports(2)
     command = (sys.executable, "-c", "import time; time.sleep(60)")
     return FleetPlan(command, 1, tmp_path / "fleet", 1.0, 0.0, port, port + 1, host="127.0.0.1")
-
-
-def test_replica_command_not_found_is_refused(
-    plan: FleetPlan, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sys, "executable", "/no/python")
-    replica = Replica(plan, 0)
-    wait_for(lambda: replica.report().refused, 60)
-    assert "/no/python" in capfd.readouterr().err
 
 
 def test_replica_without_ca_file_is_refused(

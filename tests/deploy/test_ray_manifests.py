@@ -61,16 +61,6 @@ def test_ray_job_matches_kuberay_schema() -> None:
     assert f"ray[default]=={CLUSTER['rayVersion']}" in image
 
 
-def test_ray_volumes_claimed_or_documented() -> None:
-    defined = {m["metadata"]["name"] for m in MANIFESTS if m["kind"] == "PersistentVolumeClaim"}
-    needed = set(re.findall(r"`(\w+)`", TEXT.partition("apiVersion:")[0]))
-    for name, group in groups().items():
-        for volume in group["template"]["spec"]["volumes"]:
-            if "persistentVolumeClaim" in volume:
-                claim = volume["persistentVolumeClaim"]["claimName"]
-                assert claim in defined | needed, f"{name}: {claim}"
-
-
 def test_ray_fleet_fits_cluster_and_trainer_config(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -30,11 +30,6 @@ def set_up(folder: Path, cache: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_venv_is_in_checkout(tmp_path: Path) -> None:
-    text = set_up(tmp_path / "checkout", tmp_path / "cache").stdout
-    assert " -m venv .venv\n" in text and str(tmp_path / "cache") not in text
-
-
 @pytest.mark.parametrize("name", ["a b", "a:b", "a'b", "a$b"])
 def test_venv_of_odd_path_is_in_cache_and_linked(tmp_path: Path, name: str) -> None:
     done = set_up(tmp_path / name, tmp_path / "cache")
@@ -45,17 +40,6 @@ def test_venv_of_odd_path_is_in_cache_and_linked(tmp_path: Path, name: str) -> N
     # Another checkout has another one.
     other = set_up(tmp_path / f"{name} 2", tmp_path / "cache").stdout
     assert environment not in other
-
-
-def test_gitignore_covers_venv_and_link(tmp_path: Path) -> None:
-    shutil.copy(ROOT / ".gitignore", tmp_path)
-    (tmp_path / "elsewhere").mkdir()
-    (tmp_path / ".venv").symlink_to(tmp_path / "elsewhere")
-    (tmp_path / "folder" / ".venv").mkdir(parents=True)
-    subprocess.run(["git", "init", "--quiet", tmp_path], check=True)
-    ignored = ["git", "check-ignore", ".venv", "folder/.venv"]
-    done = subprocess.run(ignored, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert done.stdout.split() == [".venv", "folder/.venv"]
 
 
 def test_cache_folder_with_space_refused_before_setup(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from docs import make_architecture, make_metrics, make_results
-from docs.make_metrics import PROCESSES, Process
+from docs.make_metrics import PROCESSES
 from tests import contracts
 
 ROOT = make_architecture.ROOT
@@ -66,19 +66,6 @@ def test_readme_quotes_committed_results() -> None:
     cells = json.loads((make_results.RESULTS / "draft_length.json").read_text())["cells"]
     worst = min(statistics.median(cell["over_none"]) for cell in cells)
     assert f"(at worst {worst:.2f} times the speed without drafts," in text
-
-
-@pytest.mark.parametrize("process", PROCESSES, ids=lambda p: p.title)
-def test_metric_names_follow_prometheus_conventions(process: Process) -> None:
-    names = [metric.name for metric in process.metrics]
-    assert len(names) == len(set(names)) >= 20
-    for metric in process.metrics:
-        assert re.fullmatch(r"[a-z][a-z0-9]*(_[a-z0-9]+)*", metric.name), metric.name
-        assert metric.name.endswith("_total") == (metric.kind == "counter"), metric.name
-        assert not metric.name.endswith(("_count", "_sum", "_bucket")), metric.name
-        assert metric.help.endswith("."), metric.name
-        if metric.kind == "histogram":
-            assert metric.name.endswith(("_seconds", "_ratio")), metric.name
 
 
 def test_metrics_notes_name_existing_metrics() -> None:

@@ -11,13 +11,10 @@ import pytest
 
 from docs.make_site import FRAGMENTS
 from docs.make_site import page as site_page
-from draft_trainer.cli.main import Serve
 from draft_trainer.config import TrainerConfig
 from draft_trainer.offline.data import FitConfig
 from draft_trainer.state import KINDS
-from slipstream.guard import MAX_SILENT_CALLS
 from slipstream.security import METHODS
-from slipstream.serving import MAX_CALLS
 
 ROOT = Path(__file__).resolve().parents[2]
 OPERATIONS = (ROOT / "docs" / "operations.md").read_text()
@@ -70,12 +67,6 @@ def test_documented_config_keys_exist() -> None:
             )
 
 
-def test_serve_help_names_derived_keys() -> None:
-    derived = {key for key, text in documented_defaults().items() if text == "derived"}
-    named = re.findall(r"(\w+\.\w+)(?=,| and|\.\s)", (Serve.__doc__ or "").split("follow")[1])
-    assert set(named) == derived and len(derived) > 4
-
-
 def test_event_kinds_documented() -> None:
     for kind in KINDS:
         assert f"`{kind}`" in OPERATIONS, kind
@@ -88,13 +79,6 @@ def test_rollout_server_options_documented() -> None:
     assert len(options) >= 6
     for option in options:
         assert f"`{option}" in OPERATIONS, option
-
-
-def test_documented_call_limits_match_code() -> None:
-    oldest = "above this, the oldest is refused"
-    row = f"| calls that have not sent their request | {MAX_SILENT_CALLS}; {oldest} | the same |"
-    assert row in OPERATIONS
-    assert f"| calls in progress in all | {MAX_CALLS} | the same |" in OPERATIONS
 
 
 def test_security_page_lists_role_of_every_method() -> None:

@@ -249,15 +249,6 @@ def test_shell_blocks_of_page_run_in_order(page: str, tmp_path: Path, programs: 
     assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
 
 
-def test_shell_blocks_in_tables_exist() -> None:
-    for (page, first), test in ELSEWHERE.items():
-        (path,) = [path for path in PAGES if label(path) == page]
-        assert any(b.startswith(first) for _, b in BLOCK.findall(path.read_text())), (page, first)
-        assert path.stem in (ROOT / test).read_text().lower()
-    for page, first in BEFORE:
-        assert any(b.startswith(first) for b in blocks(page)), (page, first)
-
-
 def test_documented_servers_ignore_generation_config() -> None:
     """A request's own parameters alone, whatever the policy's generation_config.json says."""
     pages = set()

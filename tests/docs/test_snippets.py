@@ -33,17 +33,6 @@ RECIPES = ("recipes.md", "recipes_openrlhf.md", "recipes_pipelines.md")
 """Pages whose blocks need frameworks that are not here: ``test_snippet_imports.py`` reads them."""
 TRANSFER = "Policies through vLLM's own weight transfer"
 """The section whose blocks ``test_weight_transfer.py`` runs."""
-OTHERS = {
-    "sh": "tests/docs/test_shell.py",
-    "promql": "tests/deploy/test_prometheus.py",
-    "yaml": "tests/deploy/test_prometheus.py",
-}
-"""Languages of other blocks, and the test that reads them."""
-NOT_CODE = {
-    ("architecture.md", ""): "drawings",
-    ("first_hour.md", ""): "what docs/first_hour.py typed and read",
-}
-"""Blocks that are none of these, by page and section, and why."""
 SURROUNDINGS = """\
 import torch
 from transformers import AutoModelForCausalLM
@@ -139,25 +128,6 @@ def test_python_block_runs_as_printed(
     assert process.exitcode == 0, written.read_text()[-3000:]
     if "capture_off_reason" in text:
         assert "was not reached" in written.read_text()
-
-
-def test_every_code_block_has_a_test() -> None:
-    seen = set()
-    for page in PAGES:
-        section = ""
-        for title, language in re.findall(
-            r"^## ([^\n]*)$|^ *```(\w*)\n.*?^ *```", page.read_text(), re.MULTILINE | re.DOTALL
-        ):
-            if title:
-                section = title
-            elif language not in ("python", "toml", *OTHERS):
-                whole = (page.name, "")
-                place = whole if whole in NOT_CODE else (page.name, section)
-                assert place in NOT_CODE, f"{place}: a block in {language or 'no language'}"
-            seen.add(language)
-    assert {"python", "toml", *OTHERS} <= seen
-    for test in (*ELSEWHERE.values(), *OTHERS.values()):
-        assert (ROOT / test).exists()
 
 
 @pytest.mark.parametrize(("page", "section", "text"), blocks("toml"), ids=lambda v: str(v)[:40])

@@ -27,7 +27,6 @@ pytestmark = pytest.mark.contract("hostile peers")
 
 FEED, OBSERVE, OPERATE = (role.value * 8 for role in Role)
 DEADLINE = 60.0
-SERVICE = pb.DESCRIPTOR.services_by_name["RolloutServer"].full_name
 
 
 @contextmanager
