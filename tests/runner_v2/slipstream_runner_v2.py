@@ -30,8 +30,12 @@ class AsynchronousCpu(CpuPlatform):
 
 def activate() -> str:
     """The plug-in: vLLM calls it before it looks for Triton's back ends, of which "cpu" is one."""
+    import triton.language as tl
     from triton.backends import backends
+    from triton.language.extra import libdevice
 
-    driver = SimpleNamespace(is_active=lambda: False)
+    # The interpreter has none of a GPU's mathematical library; the runner calls this alone of it.
+    libdevice.log1p = lambda x: tl.log(1.0 + x)
+    driver = SimpleNamespace(is_active=lambda: True)
     backends["cpu"] = SimpleNamespace(driver=driver, compiler=None)
     return f"{__name__}.{AsynchronousCpu.__name__}"
