@@ -40,7 +40,10 @@ class Tested(NamedTuple):
 
 TESTED = (
     Tested("0.29", "V1", "synchronous"),
+    Tested("0.29", "V2", "asynchronous"),
+    Tested("0.30", "V2", "asynchronous"),
     Tested("0.31", "V1", "synchronous"),
+    Tested("0.31", "V2", "asynchronous"),
     Tested("0.32", "V1", "synchronous"),
     Tested("0.32", "V2", "asynchronous"),
     # It has no CPU build: with the kernels of 0.32's.
