@@ -9,10 +9,11 @@ import ast
 import re
 from pathlib import Path
 
+from docs.generated import with_generated
+
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = Path(__file__).resolve().parent / "architecture.md"
 PACKAGES = ("proto/slipstream", "policy_bridge", "draft_trainer", "rollout_server")
-_BEGIN, _END = "<!-- make_architecture: begin -->\n", "<!-- make_architecture: end -->\n"
 
 
 def files() -> list[Path]:
@@ -30,17 +31,13 @@ def files() -> list[Path]:
 
 def page() -> str:
     """The page with the current list."""
-    before, _, rest = PAGE.read_text(encoding="utf-8").partition(_BEGIN)
-    _, end, after = rest.partition(_END)
-    if not end:
-        raise ValueError(f"{PAGE}: no list between {_BEGIN.strip()} and {_END.strip()}")
     parts, folder = [], Path()
     for path in files():
         if path.parent != folder:
             folder = path.parent
             parts.append(f"\n**`{folder}/`**\n\n| file | what it does |\n|---|---|")
         parts.append(f"| `{path.name}` | {_summary(ROOT / path)} |")
-    return before + _BEGIN + "\n".join(parts).lstrip("\n") + "\n" + _END + after
+    return with_generated(PAGE, "make_architecture", "\n".join(parts).lstrip("\n") + "\n")
 
 
 def _summary(path: Path) -> str:

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from docs.generated import with_generated
 from tests.policy_bridge.families import FAMILIES, Outcome, outcome
 
 PAGE = Path(__file__).resolve().parent / "integrations.md"
-_BEGIN, _END = "<!-- make_families: begin -->\n", "<!-- make_families: end -->\n"
 _HEAD = (
     "| family | class | lm_head | teacher's mass | trained on | EAGLE-3 in vLLM 0.32 |\n"
     "|---|---|---|---|---|---|\n"
@@ -48,15 +48,11 @@ def eagle3_in_vllm(model_class: str) -> str:
 
 def page() -> str:
     """The page with the current table."""
-    before, _, rest = PAGE.read_text(encoding="utf-8").partition(_BEGIN)
-    _, end, after = rest.partition(_END)
-    if not end:
-        raise ValueError(f"{PAGE}: no table between {_BEGIN.strip()} and {_END.strip()}")
     rows = [
         f"{row(family, outcome(family))} {eagle3_in_vllm(FAMILIES[family][0])} |\n"
         for family in FAMILIES
     ]
-    return before + _BEGIN + _HEAD + "".join(rows) + _NOTE + _END + after
+    return with_generated(PAGE, "make_families", _HEAD + "".join(rows) + _NOTE)
 
 
 if __name__ == "__main__":

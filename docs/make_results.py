@@ -11,6 +11,8 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
+from docs.generated import with_generated
+
 RESULTS = Path(__file__).resolve().parents[1] / "benchmarks" / "results"
 PAGE = Path(__file__).resolve().parent / "results.md"
 BENCHMARKS = PAGE.parent / "benchmarks.md"
@@ -18,7 +20,6 @@ README = PAGE.parents[1] / "README.md"
 INTEGRATIONS = PAGE.parent / "integrations.md"
 DEMO = RESULTS / "demo.json"
 SERVED = RESULTS / "architectures.json"
-_BEGIN, _END = "<!-- make_results: begin -->\n", "<!-- make_results: end -->\n"
 
 _HEAD = """\
 # Results
@@ -62,23 +63,17 @@ def _row(target: dict[str, Any]) -> str:
 
 def readme() -> str:
     """README with the gains and the costs of the committed run of the demo."""
-    return _with_table(README, _gains(json.loads(DEMO.read_text(encoding="utf-8"))))
+    return with_generated(
+        README, "make_results", _gains(json.loads(DEMO.read_text(encoding="utf-8")))
+    )
 
 
 def integrations() -> str:
     """The page of integrations with the architectures that were served, if there are results."""
     if not SERVED.exists():
-        return _with_table(INTEGRATIONS, "")
+        return with_generated(INTEGRATIONS, "make_results", "")
     found = json.loads(SERVED.read_text(encoding="utf-8"))
-    return _with_table(INTEGRATIONS, _architectures(found["architectures"]))
-
-
-def _with_table(path: Path, table: str) -> str:
-    before, _, rest = path.read_text(encoding="utf-8").partition(_BEGIN)
-    _, end, after = rest.partition(_END)
-    if not end:
-        raise ValueError(f"{path}: no table between {_BEGIN.strip()} and {_END.strip()}")
-    return before + _BEGIN + table + _END + after
+    return with_generated(INTEGRATIONS, "make_results", _architectures(found["architectures"]))
 
 
 def _architectures(found: list[dict[str, Any]]) -> str:

@@ -14,6 +14,7 @@ import zipfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from docs.generated import with_generated
 from rollout_server.vllm_versions import (
     DRAFT_LENGTHS_V2,
     HOOKS,
@@ -26,7 +27,6 @@ from rollout_server.vllm_versions import (
 )
 
 PAGE = Path(__file__).with_name("operations.md")
-_BEGIN, _END = "<!-- make_vllm_versions: begin -->\n", "<!-- make_vllm_versions: end -->\n"
 _BESIDE = {
     "0.30": "V1: started, where vLLM's own draft kernels fail",
     "0.33": "with the kernels of 0.32's CPU build",
@@ -100,9 +100,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.download:
         args.wheels.mkdir(parents=True, exist_ok=True)
         download(args.wheels)
-    before, _, rest = PAGE.read_text(encoding="utf-8").partition(_BEGIN)
-    after = rest.partition(_END)[2]
-    PAGE.write_text(f"{before}{_BEGIN}{table(args.wheels)}{_END}{after}", encoding="utf-8")
+    page = with_generated(PAGE, "make_vllm_versions", table(args.wheels))
+    PAGE.write_text(page, encoding="utf-8")
     return 0
 
 

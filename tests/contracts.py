@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from docs.generated import with_generated
+
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "CONTRIBUTING.md"
 CONTRACTS = {
@@ -25,7 +27,6 @@ CONTRACTS = {
     "economy": "training stops where it costs more than it saves",
     "draft length": "a server drafts as many tokens as pay, none included",
 }
-_BEGIN, _END = "<!-- contracts: begin -->\n", "<!-- contracts: end -->\n"
 
 
 @dataclass(frozen=True)
@@ -81,10 +82,6 @@ def _marks(expressions: list[ast.expr]) -> dict[str, str]:
 
 def page() -> str:
     """Return CONTRIBUTING.md with the current table. Raises ValueError: it has no place for it."""
-    before, begin, rest = PAGE.read_text(encoding="utf-8").partition(_BEGIN)
-    _, end, after = rest.partition(_END)
-    if not begin or not end:
-        raise ValueError(f"{PAGE}: no table between {_BEGIN.strip()} and {_END.strip()}")
     lines = ["| contract | `make test` | only `make test-all` |", "|---|---|---|"]
     files = list(test_files())
     for name, text in CONTRACTS.items():
@@ -97,7 +94,7 @@ def page() -> str:
             for tier in ("fast", "slow")
         )
         lines.append(f"| **{name}**: {text} | {fast} | {slow} |")
-    return before + begin + "\n".join(lines) + "\n" + end + after
+    return with_generated(PAGE, "contracts", "\n".join(lines) + "\n")
 
 
 if __name__ == "__main__":

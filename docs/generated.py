@@ -1,0 +1,18 @@
+"""The generated part of a page, between ``<!-- NAME: begin -->`` and ``<!-- NAME: end -->``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+
+def with_generated(page: Path, name: str, text: str) -> str:
+    """Return a page's text with its generated part replaced.
+
+    Raises ValueError: the page lacks one of the two marks.
+    """
+    begin, end = f"<!-- {name}: begin -->\n", f"<!-- {name}: end -->\n"
+    before, found, rest = page.read_text(encoding="utf-8").partition(begin)
+    _, ended, after = rest.partition(end)
+    if not found or not ended:
+        raise ValueError(f"{page}: no place between {begin.strip()} and {end.strip()}")
+    return before + begin + text + end + after
