@@ -77,15 +77,16 @@ test-all: setup $(VENV)/triton/.installed
 	@$(call beside_types,$(PYTEST))
 
 # The type checker runs beside the tests; what it says stands below what they say.
-beside_types = $(BIN)/ruff check . && $(BIN)/ruff format --check . || exit; \
+beside_types = $(RUFF) || exit; \
 	$(BIN)/mypy >$(VENV)/types.log 2>&1 & types=$$!; \
 	$(1); tests=$$?; \
 	wait $$types; types=$$?; cat $(VENV)/types.log; \
 	exit $$((tests ? tests : types))
 
+RUFF = $(BIN)/ruff check . && $(BIN)/ruff format --check .
+
 lint: setup
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
+	$(RUFF)
 	$(BIN)/mypy
 
 $(TOOLS)/.installed: Makefile

@@ -66,6 +66,8 @@ def servers(policy_dir: Path, draft_dir: Path, logs: Path) -> Iterator[Callable[
         env: Mapping[str, str] = ONE_PROCESS,
         runner: str = "V1",
     ) -> Live:
+        if runner == "V2" and "triton" in lacking():
+            pytest.skip(lacking()["triton"])
         # 384 blocks hold two of 128 tokens for each request, and some for the prefix cache. The
         # gigabyte that vLLM would take instead is touched at once, by each of three servers: the
         # page cache went, and importing vLLM took two minutes.
@@ -108,8 +110,6 @@ def server_v2(
     policy_dir: Path, draft_dir: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Live]:
     """``server`` with Model Runner V2 and asynchronous scheduling, as GPUs run vLLM."""
-    if "triton" in lacking():
-        pytest.skip(lacking()["triton"])
     with servers(policy_dir, draft_dir, tmp_path_factory.mktemp("server_v2")) as start:
         yield start(runner="V2")
 

@@ -1,4 +1,4 @@
-"""What this machine lacks for a part of the tests, by name and with what to type."""
+"""A look at what this machine lacks for a part of the tests, with what to type."""
 
 from __future__ import annotations
 

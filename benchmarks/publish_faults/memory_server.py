@@ -140,7 +140,7 @@ class Listener(ControlServer):
 
 @dataclass
 class Faults:
-    """What goes wrong until it is changed.
+    """The faults of a server, each until it is changed.
 
     Attributes:
         stage: refuse to stage; a text: with it.
@@ -232,7 +232,7 @@ class MemoryServer:
 
     @property
     def state(self) -> pb.ServerState:
-        """What it serves."""
+        """The state of its control plane."""
         return self.run(self.control.state)
 
     @property
@@ -248,7 +248,7 @@ class MemoryServer:
 
     @property
     def policy_version(self) -> int | None:
-        """Of the policy that it serves; None before one was pushed."""
+        """The version of the policy that it serves; None before one was pushed."""
         return self.run(lambda: self.control.live[POLICY].version)
 
     def commits(self) -> list[tuple[str, ...]]:

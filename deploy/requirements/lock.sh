@@ -1,7 +1,7 @@
 #!/bin/sh
-# Writes cpu.lock, cuda.lock and triton.lock: every package pinned with the hashes of its files, for Linux and
-# Python 3.11 to 3.13, without addresses. `make lock` runs it; versions that still fit stay, and
-# `make lock ARGS=--upgrade` looks for newer ones.
+# Writes cpu.lock, cuda.lock and triton.lock: every package pinned with the hashes of its files, for
+# Linux and Python 3.11 to 3.13, without addresses. `make lock` runs it; versions that still fit
+# stay, and `make lock ARGS=--upgrade` looks for newer ones.
 #
 #   torch-cpu.lock   torch's CPU build, which only some indexes offer; kept by hand, and changed
 #                    together with the version of torch (today: x86-64, Python 3.11)

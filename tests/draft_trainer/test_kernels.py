@@ -19,10 +19,9 @@ from draft_trainer.drafters.ops import rms_norm, rotate_heads, swiglu
 from draft_trainer.kernels import library
 from draft_trainer.kernels.library import runs_on, use_kernels, using_kernels
 from slipstream.errors import RefusedError
+from tests.machine import lacking
 
-compiled = pytest.mark.skipif(
-    not any(map(shutil.which, ("cc", "gcc", "clang"))), reason="needs a C compiler"
-)
+compiled = pytest.mark.skipif("compiler" in lacking(), reason=lacking().get("compiler", ""))
 
 # The loss of a row that agrees is the difference of two numbers near 29, in float32.
 LOSS_ROUNDING = 3e-5

@@ -244,7 +244,7 @@ def test_mtp_policy_with_scaled_logits_is_refused() -> None:
 
 
 def test_mtp_training_without_aux_states_raises_acceptance() -> None:
-    """Of experts, whose router's correction is not trained."""
+    """A head with experts, whose router's correction is not trained."""
     policy = Policy()
     heads: PolicyHeads = policy.heads(rows=torch.arange(VOCAB))
     samples = [

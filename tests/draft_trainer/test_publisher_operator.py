@@ -286,7 +286,7 @@ def test_figures_from_before_restart_are_taken_over_once(
 
 
 def test_trial_ignores_drafts_of_previous_run(make_rig: Callable[..., Rig]) -> None:
-    """Of the policy that another run begins with, nothing is known of either release."""
+    """Nothing is known of either release under the policy that another run begins with."""
     rig = make_rig(1, CanaryConfig())
     rig.run = SimpleNamespace(run_id="one", began=0.0)
     rig.watching()

@@ -104,7 +104,7 @@ def test_a_straggler_that_answers_late_is_on_the_release(
 def test_late_commits_leave_reported_result_unchanged(
     make_rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of two servers that answer late, one commits and one refuses."""
+    """Two servers answer late: one commits, one refuses."""
     rig = make_rig(5, quorum=0.6, straggler_s=LONG)
     refuses, commits = rig.servers[3:]
     answers, go = queue.SimpleQueue[bool](), threading.Event()
@@ -173,7 +173,7 @@ def test_a_straggler_that_dies_is_told_when_it_is_back(quorum: Rig, when: str) -
 
 
 def test_a_trainer_that_dies_between_commits_undoes_them(quorum: Rig) -> None:
-    """Where enough had committed: nothing on disk says so."""
+    """Nothing on disk says that enough had committed."""
     quorum.promotions.intends(1)
     for server in quorum.servers[:3]:
         client = quorum.fleet.client(server.address)

@@ -37,7 +37,7 @@ ALPHA = 1e-4
 
 @dataclass(frozen=True)
 class Sizes:
-    """How much is sampled from a server; less from Model Runner V2, which is interpreted.
+    """The sizes of the samples; smaller with Model Runner V2, which is interpreted.
 
     Attributes:
         joint: samples of the joint of ``TOKENS`` tokens.
@@ -162,7 +162,7 @@ def test_sampled_joint_matches_policy_under_swaps(
 
 @pytest.mark.parametrize("runner", SIZES)
 def test_chi_square_detects_hotter_policy(exact: dict[tuple[int, ...], float], runner: str) -> None:
-    """As many samples of a policy that is slightly off are refused."""
+    """The same number of samples of a policy that is slightly off is refused."""
     sizes, keys = SIZES[runner], list(exact)
     mass = torch.tensor([exact[key] for key in keys], dtype=torch.float64)
     hotter = mass ** (1 / sizes.hotter)
@@ -210,7 +210,7 @@ def test_sampled_tokens_are_as_surprising_as_policy_says(
 def test_surprise_detects_hotter_policy(
     policy: PreTrainedModel, prompts: list[list[int]], runner: str
 ) -> None:
-    """As many of the policy's own completions pass, and hotter ones do not."""
+    """The policy's own completions pass, and as many hotter ones do not."""
     sizes = SIZES[runner]
     given = prompts[: sizes.prompts] * sizes.completions
     for temperature, passes in ((1.0, True), (sizes.hotter, False)):
