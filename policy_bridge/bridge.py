@@ -36,13 +36,13 @@ from slipstream.v1 import draft_trainer_pb2_grpc as pb_grpc
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-_FORKS = (
-    "gRPC's fork handlers are on, with which child processes of this one can hang or end by "
-    "SIGABRT (grpc/grpc#43055). Next step: start it with GRPC_ENABLE_FORK_SUPPORT=0, or import "
+_FORK_WARNING = (
+    "gRPC's fork handlers are on: child processes forked from this one can hang or end by SIGABRT "
+    "(grpc/grpc#43055). Next step: start it with GRPC_ENABLE_FORK_SUPPORT=0, or import "
     "policy_bridge before grpc"
 )
 _STATUS_SECONDS = 1.0
-_WAITS = (
+_PUSH_DEFERRED = (
     "the push is left to the next sync: the draft trainer, which knows the rollout servers, was "
     "not reached yet; they serve an older policy. Next step: start it, or set "
     "BridgeConfig.rollout_servers"
@@ -50,7 +50,7 @@ _WAITS = (
 
 
 class DisabledBridge(AbstractContextManager["DisabledBridge"]):
-    """The methods of ``PolicyBridge``, doing nothing: no thread, no connection."""
+    """A bridge that does nothing: the methods of ``PolicyBridge``, no thread, no connection."""
 
     policy_version: int | None = None
     """The last version given to ``sync``."""
@@ -79,25 +79,25 @@ class DisabledBridge(AbstractContextManager["DisabledBridge"]):
         return NullCapture()
 
     def wait_connected(self, timeout: float) -> bool:
-        """False: there is no trainer."""
+        """Return False: there is no trainer."""
         return False
 
     def flush(self, timeout: float) -> bool:
-        """True: nothing waits."""
+        """Return True: nothing waits."""
         return True
 
     def stats(self) -> BridgeStats:
-        """Zeros, and how many captures were skipped."""
+        """Return zeros, and how many captures were skipped."""
         return self._counters.snapshot(
             policy_version=self.policy_version, capture_off_reason="the bridge is disabled"
         )
 
     def metrics(self) -> dict[str, float]:
-        """``stats`` as flat numbers."""
+        """Return ``stats`` as flat numbers."""
         return flat("bridge", self.stats())
 
     def close(self) -> None:
-        """Nothing to close."""
+        """Do nothing."""
 
 
 class PolicyBridge(AbstractContextManager["PolicyBridge"]):
@@ -126,13 +126,13 @@ class PolicyBridge(AbstractContextManager["PolicyBridge"]):
 
     def __init__(self, model: nn.Module, config: BridgeConfig) -> None:
         if FORKS_DISTURBED:
-            logger.warning(_FORKS)
+            logger.warning(_FORK_WARNING)
         self._process = os.getpid()
         self._model = model
         self._config = config
         self._counters = Counters()
         self._guard = CaptureGuard(config, self._counters)
-        self._modules = self._or_off(
+        self._modules = self._guarded(
             find_modules, model, config.modules, config.logit_scale, config.logit_soft_cap
         )
         self._matrices = PolicyMatrices(self._modules) if self._modules is not None else None
@@ -148,21 +148,21 @@ class PolicyBridge(AbstractContextManager["PolicyBridge"]):
         # Unique over processes and restarts that continue one run.
         prefix, numbers = uuid.uuid4().hex[:12], itertools.count()
         self._next_id = lambda: f"{prefix}-{next(numbers)}"
-        # Of the version that was synced last.
+        # What the windows of the version that was synced last have used.
         self._spent = Spent(config.bytes_per_step)
         self._probed = False
         self._weights = WeightWatch()
         self._last_sync: SyncResult | None = None
-        # By session id; servers join and leave while a run is open.
+        # Keyed by session id: servers join and leave while a run is open.
         self._servers: dict[str, tuple[str, ...]] = {}
         self._window_open = False
         self._last_window: Capture | None = None
         self._closed = False
-        # Two: a sync passes over a trainer that has not answered its probe yet, and a question for
-        # ``metrics`` is nearly always open.
+        # Two: a sync goes on without a trainer that has not answered its probe yet, and for
+        # ``metrics`` a call is nearly always in flight.
         self._probe = TrainerProbe(self._trainer, config.rpc_seconds)
-        self._status = TrainerProbe(self._trainer, config.rpc_seconds)
-        # Without the policy's parts there is nothing to open a run with.
+        self._status_probe = TrainerProbe(self._trainer, config.rpc_seconds)
+        # A run is opened with the policy's parts: without them there is no connection.
         self._connection = (
             Connection(self._channel, self._modules, self._outbox, config, self._counters)
             if self._modules
@@ -212,7 +212,7 @@ class PolicyBridge(AbstractContextManager["PolicyBridge"]):
         session = self._guard.session_for(version)
         snapshot = self._snapshot(session if self._config.bytes_per_step else None, version, lead)
         waited = self._last_sync is not None and self._last_sync.policy_waits
-        window = self._sync_window(version, lead)
+        window = self._new_sync_window(version, lead)
         self._window_open = True
         try:
             with window:
@@ -223,11 +223,11 @@ class PolicyBridge(AbstractContextManager["PolicyBridge"]):
                 self._probe.send()
         if window.result is None:
             return
-        self._synced(window.result, snapshot, session)
+        self._after_sync(window.result, snapshot, session)
         if window.result.policy_waits:
             self._counters.add(waiting_pushes=1)
             if not waited:
-                logger.warning("policy version %d: %s", version, _WAITS)
+                logger.warning("policy version %d: %s", version, _PUSH_DEFERRED)
 
     def capture(
         self,
@@ -278,7 +278,7 @@ class PolicyBridge(AbstractContextManager["PolicyBridge"]):
         if self._copier.died:
             self._guard.refuse(Cause.BRIDGE, thread_ended("that copies states"))
         off = bool(self._guard.off_reason())
-        window = None if off else self._window(temperature, forwards, training)
+        window = None if off else self._new_capture(temperature, forwards, training)
         if window is None:
             self._counters.add(captures_skipped=1)
             return NullCapture()
@@ -310,7 +310,7 @@ class PolicyBridge(AbstractContextManager["PolicyBridge"]):
         )
 
     def metrics(self) -> dict[str, float]:
-        """For a loop's own logger: every number of ``stats`` and of the trainer's status.
+        """Return every number of ``stats`` and of the trainer's status, for a loop's own logger.
 
         Never waits: the status is the newest that came, asked for in the background when this is
         called, at most once a second. ``trainer/status_age_seconds`` says how old it is; before the
@@ -322,11 +322,11 @@ class PolicyBridge(AbstractContextManager["PolicyBridge"]):
             ``trainer/step_acceptance/0``, ...
         """
         if not self._closed:
-            self._status.poll(_STATUS_SECONDS)
+            self._status_probe.poll(_STATUS_SECONDS)
         found = flat("bridge", self.stats())
-        if (status := self._status.status) is not None:
+        if (status := self._status_probe.status) is not None:
             found |= flat_status(status)
-            found["trainer/status_age_seconds"] = time.monotonic() - self._status.answered_at
+            found["trainer/status_age_seconds"] = time.monotonic() - self._status_probe.answered_at
         return found
 
     def close(self) -> None:
@@ -335,15 +335,15 @@ class PolicyBridge(AbstractContextManager["PolicyBridge"]):
         Raises:
             TimeoutError: the background thread did not end.
         """
-        # A child that was forked from the training process has no threads of ours, and in it to
-        # close the channels blocks.
+        # In a child forked from the training process none of our threads run, and closing the
+        # channels would block.
         if self._closed or os.getpid() != self._process:
             return
         self._closed = True
         try:
             self._weights.close()
             if self._last_window is not None and self._last_window.is_open:
-                # Its hooks would stay on the model, and what it holds in memory.
+                # Otherwise its hooks stay on the model, and its states in memory.
                 self._last_window.__exit__(RuntimeError)
             self._copier.close()
             if self._guard.connected:
@@ -354,15 +354,15 @@ class PolicyBridge(AbstractContextManager["PolicyBridge"]):
                 self._connection.stop()
             self._outbox.close()
             self._probe.close()
-            self._status.close()
+            self._status_probe.close()
             self._channel.close()
             self._sync_channel.close()
             self._fleet.close()
             if self._connection is not None and not self._connection.join():
                 raise TimeoutError("the bridge's sender thread did not end")
 
-    def _or_off(self, call: Callable[..., T], *arguments: object) -> T | None:
-        """What ``call`` returns; None where it refuses the model, which turns capture off."""
+    def _guarded(self, call: Callable[..., T], *arguments: object) -> T | None:
+        """Return what ``call`` returns; None, with capture turned off, if it refuses the model."""
         try:
             return call(*arguments)
         except RefusedError as error:
@@ -370,35 +370,35 @@ class PolicyBridge(AbstractContextManager["PolicyBridge"]):
             return None
 
     def _snapshot(self, session: Session | None, version: int, lead: bool) -> PolicySnapshot | None:
-        """What the trainer is told of a version; None where nothing of it will be captured."""
+        """Take the snapshot to announce; None where nothing of this version will be captured."""
         if self._matrices is None:
             return None
         try:
-            # Of a sharded policy a collective call: every process makes it.
-            snapshot = self._or_off(self._matrices.snapshot, session if lead else None, version)
+            # With a sharded policy this is a collective call: every process makes it.
+            snapshot = self._guarded(self._matrices.snapshot, session if lead else None, version)
         except torch.OutOfMemoryError:
             self._counters.error(f"no device memory to copy the matrices of version {version}")
             return None
         return snapshot if lead or session is None else PolicySnapshot(version, {})
 
-    def _synced(
+    def _after_sync(
         self, result: SyncResult, snapshot: PolicySnapshot | None, session: Session | None
     ) -> None:
         self._last_sync = result
         self._counters.add(syncs=1, servers_left_out=len(result.left_out))
         if result.left_out:
             logger.warning("rollout servers are left out: %s", dict(result.left_out))
-        # Another one: what is chosen late, of a window before, is of the version before.
+        # A new object: a window before this sync that chooses late still counts in the old one.
         self._spent = Spent(self._config.bytes_per_step)
         self._guard.synced(result.policy_version, session if snapshot is not None else None)
         if self._modules is not None:
-            # Taken now: merging adapters inside the window is part of the sync.
+            # Read after the window: merging adapters inside it is part of the sync.
             self._modules.look_again()
             self._weights.synced(self._modules.weights())
         if snapshot is not None and self._connection is not None:
             self._connection.offer_policy(snapshot)
 
-    def _sync_window(self, version: int, lead: bool) -> SyncWindow:
+    def _new_sync_window(self, version: int, lead: bool) -> SyncWindow:
         known = None if self._connection is None else self._connection.session
         trainer_servers: tuple[str, ...] = ()
         if known is not None:
@@ -409,7 +409,7 @@ class PolicyBridge(AbstractContextManager["PolicyBridge"]):
             self._model,
             self._config,
             trainer=self._trainer,
-            # Also of a version that is not captured: servers join, and releases wait for a sync.
+            # Also for a version that is not captured: servers join, and releases wait for a sync.
             session=known if self._guard.connected and answers else None,
             servers=self._config.rollout_servers or trainer_servers,
             told=self._servers,
@@ -418,7 +418,9 @@ class PolicyBridge(AbstractContextManager["PolicyBridge"]):
             lead=lead,
         )
 
-    def _window(self, temperature: float, forwards: int | None, training: bool) -> Capture | None:
+    def _new_capture(
+        self, temperature: float, forwards: int | None, training: bool
+    ) -> Capture | None:
         config, modules, outbox = self._config, self._modules, self._outbox
         session, version = self._guard.session, self._guard.version
         if modules is None or session is None or version is None:
@@ -429,7 +431,7 @@ class PolicyBridge(AbstractContextManager["PolicyBridge"]):
             dtype = states_dtype or modules.head_weight.dtype
             token = bytes_per_token(len(session.aux_layers), modules.hidden_size, dtype)
             budget = min(budget, tokens * token)
-        # A rest into which hardly a sequence fits is not worth a window's hooks and copies.
+        # Skip capture if less than one average sample is left of the budget.
         if spent.samples * (budget - spent.nbytes) < spent.nbytes:
             return None
         return Capture(
@@ -457,17 +459,17 @@ class PolicyBridge(AbstractContextManager["PolicyBridge"]):
         )
 
     def _refuse(self, error: RefusedError) -> None:
-        # What the first window finds of the policy itself no later call mends.
+        # No later call can mend what the first window finds wrong with the policy itself.
         model = error.field.split(".")[0] == "model"
         self._guard.refuse(Cause.MODEL if model else Cause.CALL, error)
 
     def _window_done(self, probed: bool) -> None:
-        # Not by a window that had nothing to compare.
+        # A window that had nothing to compare is no probe.
         self._probed = self._probed or probed
         self._guard.clear(Cause.CALL)
 
     def _copier_for(self, device: torch.device) -> Copier:
-        """The copier for states there: the policy may be moved after the bridge was built."""
+        """The copier for states on ``device``: the policy may move after the bridge was built."""
         if self._device != device.type:
             self._copier.close()
             self._device, self._copier = device.type, Copier(device)

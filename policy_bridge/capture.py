@@ -43,7 +43,7 @@ T = TypeVar("T")
 
 
 def raise_error(error: RefusedError) -> None:
-    """What a strict window does with an error."""
+    """Raise ``error``, as a strict window does."""
     raise error
 
 
@@ -54,7 +54,7 @@ class NullCapture(AbstractContextManager["NullCapture"]):
         return None
 
     def ship(self, *_: object, **__: object) -> None:
-        """Does nothing; the arguments of ``Capture.ship``."""
+        """Do nothing; takes the arguments of ``Capture.ship``."""
 
 
 def _aligned(name: str, values: torch.Tensor | None, shape: tuple[int, ...]) -> torch.Tensor | None:
@@ -76,15 +76,15 @@ class Capture:
 
     Hooks are on the model only inside it. After each forward call ``ship`` says what its rows were;
     at the end the byte budget picks sequences from all passes. Passes that together hold more than
-    half of ``device_bytes`` are thinned out before: of them only copies of what the budget would
-    pick so far are kept, until the next passes or the end. With ``forwards`` known, each pass gets
-    its share of what is left and its device memory is let go at once. Passes with the adapters of
-    PEFT off, or with others than at the last sync, as of a reference, are passed over.
+    half of ``device_bytes`` are thinned out before: only copies of what the budget would pick from
+    them so far are kept, until the next passes or the end. With ``forwards`` known, each pass gets
+    its share of what is left and its device memory is freed at once. Passes with PEFT's adapters
+    off, or with others on than at the last sync, are those of a reference model and are skipped.
 
-    With ``training`` the passes are those that the loss is computed of: ones without gradients
-    (evaluation) are passed over, what checkpointing runs again inside backward is no pass, and
-    ``ship`` may follow the backward, through which the window then holds the pass's logits. Leave
-    the window before the optimizer's step: passes after it are of no version, and are shed as
+    With ``training`` the passes are those that the loss is computed from: ones without gradients
+    (evaluation) are skipped, recomputation by checkpointing inside backward is no pass, and
+    ``ship`` may follow the backward, during which the window then holds the pass's logits. Leave
+    the window before the optimizer's step: passes after it belong to no version, and are shed as
     ``policy_moved``.
 
     A call that cannot be served ends the window's capture: the hooks come off, nothing more of it
@@ -94,25 +94,25 @@ class Capture:
         modules: the policy.
         session: what the trainer wants.
         policy_version: whose states these are.
-        moved: whether the policy's weights are others by now than those of that version.
+        moved: tells whether the policy's weights have changed since that version.
         temperature: of the rollouts.
         sampling: what else they were sampled with.
         training: the passes are those that the loop trains on.
-        budget_bytes: of all windows that share ``spent``.
+        budget_bytes: for all windows that share ``spent``.
         spent: what these windows have chosen.
         device_bytes: bound on the states that are held beside the policy's own, those that the
             copier has not done with included.
         forwards: how many passes will be shipped, if known.
         draw: gives each candidate its lot.
-        states_dtype: what the states are sent in; None keeps theirs.
+        states_dtype: the dtype in which states are sent; None keeps their own.
         next_id: a fresh sample id.
         offer: hands a sample over with its priority, 0 to ``PRIORITIES`` - 1.
-        probe: compare the policy's own logits with what follows from its states.
+        probe: whether to compare the policy's own logits with those that follow from its states.
         takes: whether a sample of so many bytes and such a priority would be taken.
         copier: where choosing and copying is done.
-        copier_for: the one for states on a device, asked for at the first ``ship``; None: no other.
-        refuse: told of a call that cannot be served; raises it if it should.
-        done: told that a window ended well, and whether nothing is left to ``probe``.
+        copier_for: returns the copier for a device, called at the first ``ship``; None: ``copier``.
+        refuse: called with the error of a call that cannot be served; may raise it.
+        done: called when a window ended well, with whether nothing is left to ``probe``.
         counters: of the bridge.
         is_open: whether it was entered and not left.
     """
@@ -143,15 +143,15 @@ class Capture:
     _records: list[Record] = field(default_factory=list, init=False)
     _recorded: int = field(default=0, init=False)
     _refused: bool = field(default=False, init=False)
-    # What is left of passes that were thinned out; touched where choosing is done, in its order.
+    # What is left of passes that were thinned out; used only where choosing is done, in order.
     _kept: dict[Candidate, Record] = field(default_factory=dict, init=False)
     _kept_bytes: int = field(default=0, init=False)
     _thinned: bool = field(default=False, init=False)
-    _over: bool = field(default=False, init=False)
+    _dropped: bool = field(default=False, init=False)
 
     def __enter__(self) -> Capture:
         layers = self.session.aux_layers
-        self._tap = ForwardTap(self.modules, layers, self.probe, self.training, self._pick)
+        self._tap = ForwardTap(self.modules, layers, self.probe, self.training, self._pick_logits)
         self.counters.add(captures=1)
         try:
             self._tap.__enter__()
@@ -165,11 +165,11 @@ class Capture:
         self.is_open = False
         try:
             if kind is not None or self._refused:
-                self._let_go()
+                self._drop_held()
             elif not self._submit(partial(self._choose, passes_left=1)):
                 # Nothing will choose from what earlier passes left.
                 self.counters.shed("copies_behind", len(self._kept), 0)
-                self._let_go()
+                self._drop_held()
         finally:
             self._records = []
 
@@ -186,7 +186,7 @@ class Capture:
         rollout_versions: torch.Tensor | Sequence[int] | int | None = None,
         logits_dtype: torch.dtype | None = None,
     ) -> None:
-        """Say what the forward pass that has just run was; what is chosen of it goes out.
+        """Describe the forward pass that has just run; the samples chosen from it are sent.
 
         B rows of S columns.
 
@@ -268,7 +268,7 @@ class Capture:
                 self.counters.shed("policy_moved", len(input_ids), 0)
                 return
             if self.copier_for is not None and not self._recorded:
-                # By the states: weights may be loaded for the pass alone, or offloaded.
+                # By the device of the states: weights may be on it for the pass alone.
                 self.copier = self.copier_for(states.final.device)
             if logits_dtype is not None and states.logits is None:
                 states = replace(states, logits_dtype=logits_dtype)
@@ -286,7 +286,7 @@ class Capture:
             self._recorded += 1
             if self.probe:
                 self.probe = not probed(record, self.modules, self.temperature)
-            whole = self._without_weights(states.final.device)
+            whole = self._needs_logits_now(states.final.device)
             record = without_logits(record, self.modules, self.temperature, whole=whole)
             self._hold(record if self.copier.deferred else record.on_host())
         except RefusedError as error:
@@ -298,24 +298,24 @@ class Capture:
             self._records = []
             self.counters.shed("device_memory", rows, 0)
 
-    def _pick(self, logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor | None:
-        # Whether the copier is one that defers is not known before ``ship``.
-        if not (self.training or self._without_weights(logits.device)):
+    def _pick_logits(self, logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor | None:
+        # Before ``ship`` it is not known whether the copier defers.
+        if not (self.training or self._needs_logits_now(logits.device)):
             return None
         return picked_logits(logits, ids, self.modules.form)
 
-    def _without_weights(self, device: torch.device) -> bool:
-        """Whether what a pass on ``device`` does not tell must be made of its logits, in time.
+    def _needs_logits_now(self, device: torch.device) -> bool:
+        """Return whether values that were not given must be taken from the pass's logits, now.
 
-        Weights that are spread over ranks cannot be read later, those elsewhere (offloaded between
-        the steps) are not there when they are needed, and those that are stepped on next are not
-        those of the pass any more for a side stream.
+        Weights that are spread over ranks cannot be read later, those that are not on ``device``
+        (offloaded between the steps) are not there when they are needed, and those that are
+        stepped next have changed by the time a side stream would read them.
         """
         spread, elsewhere = self.modules.shards, self.modules.head_weight.device != device
         return bool(spread) or elsewhere or (self.training and self.copier.deferred)
 
     def _own(self, values: T) -> T:
-        """What is read after ``ship`` returns, and the loop may use again: detached, copied."""
+        """Detach what the loop may reuse after ``ship``; copy it too where it is read later."""
         if isinstance(values, torch.Tensor):
             own = values.detach()
             return cast(T, own.clone() if self.copier.deferred else own)
@@ -336,27 +336,27 @@ class Capture:
             self._thinned = True
             self._submit(self._thin_out)
 
-    def _let_go(self) -> None:
+    def _drop_held(self) -> None:
         """Drop what is held, also what the choosing side is about to keep."""
-        self._over = True
+        self._dropped = True
         self._records = []
         self._kept.clear()
 
     def _refuse(self, error: RefusedError) -> None:
-        # Also called from the side: then the hooks come off with the next call of the window.
+        # Also called from the copier's thread: the hooks then come off with the window's next call.
         if not self._refused:
             self._refused = True
             self.counters.add(captures_refused=1)
         if self._kept:
-            # What earlier passes left: nothing will choose from it.
+            # Nothing will choose from what earlier passes left.
             self.counters.shed("capture_refused", len(self._kept), 0)
-        self._let_go()
+        self._drop_held()
         self.refuse(error)
 
     def _submit(self, pick: Callable[[list[Record]], list[Chosen] | None]) -> bool:
-        """Let ``pick`` choose from the held records, hand the chosen over, let the rest go.
+        """Let ``pick`` choose from the held records, send the chosen and drop the rest.
 
-        False, with these counted as shed, where too much waits.
+        False, with the records counted as shed, where too many jobs wait.
         """
         records, self._records = self._records, []
         if not records and not self._thinned:
@@ -392,7 +392,7 @@ class Capture:
         return taken
 
     def _candidates(self, records: list[Record]) -> dict[Candidate, Record]:
-        """What could be sent of these passes, and what is kept of the ones before."""
+        """The candidates of these passes, and those kept from the passes before."""
         found = dict(self._kept)
         for record in records:
             record = record.on_host() if self.copier.deferred else record
@@ -406,7 +406,7 @@ class Capture:
         return found
 
     def _thin_out(self, records: list[Record]) -> None:
-        """Keep what would be sent of the passes so far if there were no others, as copies."""
+        """Keep copies of what would be sent if no passes followed, and drop the rest."""
         found, kept, left = self._candidates(records), {}, self.device_bytes // 2
         for candidate in self.spent.choose(found, self.budget_bytes):
             record = found[candidate]
@@ -417,14 +417,14 @@ class Capture:
         self.copier.settle()
         _check_unwritten(records)
         self.counters.add(not_chosen_samples=len(found) - len(kept))
-        # Known before it is published: ``_let_go`` may clear it from then on.
+        # Summed first: from the assignment on, ``_drop_held`` may clear ``_kept``.
         nbytes = sum(record.nbytes for record in kept.values())
         self._kept, self._kept_bytes = kept, nbytes
-        if self._over:
+        if self._dropped:
             self._kept.clear()
 
     def _choose(self, records: list[Record], passes_left: int) -> list[Chosen]:
-        """What goes out, its numbers on the host, most wanted first."""
+        """Choose what is sent, most wanted first, with its numbers on the host."""
         found = self._candidates(records)
         self._kept, self._kept_bytes = {}, 0
         # Choices are made one after the other: what the last one left is known here.
@@ -449,15 +449,15 @@ class Capture:
             chosen.append(Chosen(record, candidate, layout, sampled, priority))
         computed = [one for one in chosen if not one.record.complete]
         if computed and self.moved():
-            # They may be of other weights than made the pass.
+            # Their numbers may come from other weights than those of the pass.
             self.counters.shed("policy_moved", len(computed), 0)
             chosen = [one for one in chosen if one.record.complete]
         _check_unwritten([one.record for one in chosen])
         return chosen
 
     def _copy_and_offer(self, chosen: list[Chosen]) -> None:
-        """What is offered, or counted as shed, is taken out of ``chosen``."""
-        for group in self._groups(chosen):
+        """Send ``chosen``, from which what is offered, or counted as shed, is removed."""
+        for group in self._copy_groups(chosen):
             nbytes = [one.layout.nbytes for one in group]
             pinned = self.copier.pinned
             memory = torch.empty(sum(nbytes), dtype=torch.uint8, device="cpu", pin_memory=pinned)
@@ -472,14 +472,14 @@ class Capture:
                 fill(sample, one)
                 filled.append((sample, one))
             self.copier.settle()
-            # Again, with the copies done: the loop has gone on meanwhile.
+            # Once more after the copies: the loop went on meanwhile.
             _check_unwritten([one.record for one in group])
             for sample, one in filled:
                 chosen.remove(one)
                 self.offer(sample, one.priority)
 
-    def _groups(self, chosen: list[Chosen]) -> Iterator[list[Chosen]]:
-        """What is copied together."""
+    def _copy_groups(self, chosen: list[Chosen]) -> Iterator[list[Chosen]]:
+        """Yield ``chosen`` in groups that are copied together, without what would be shed."""
         group: list[Chosen] = []
         for one in [*chosen]:
             nbytes = one.layout.nbytes + sum(other.layout.nbytes for other in group)

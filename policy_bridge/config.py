@@ -16,7 +16,7 @@ TRANSPORTS = ("auto", "shared_memory", "grpc")
 
 @dataclass(frozen=True)
 class ModulePaths:
-    """Where a model has its parts, as ``get_submodule`` paths; empty: found by structure.
+    """The paths of a model's parts, for ``get_submodule``; empty: found by structure.
 
     Attributes:
         decoder_layers: the list of decoder layers, for example ``model.layers``.
@@ -33,9 +33,9 @@ class ModulePaths:
 
 
 def _by_device(host: int, device: int) -> int:
-    """A default that depends on whether this process has a CUDA device, where its policy will be.
+    """A default for processes that have a CUDA device, and one for those that do not.
 
-    Not on where the policy is: frameworks move it there after the bridge was built.
+    The policy's own device does not decide: frameworks move it after the bridge was built.
     """
     return field(default_factory=lambda: device if torch.cuda.is_available() else host)  # type: ignore[no-any-return]
 
@@ -76,13 +76,13 @@ class BridgeConfig:
             keeps in float32 beside narrower weights stays float32: its float32 tensors where most
             values are narrower, and what its transformers class keeps so (a router's
             ``e_score_correction_bias``), of float32 master weights too.
-        seed: of the lots by which sequences are chosen.
+        seed: of the random order in which sequences are chosen.
         logit_scale: the factor by which the policy multiplies its lm_head's output; None: as its
             configuration says. The first window compares the policy's own logits with it.
         logit_soft_cap: the soft cap on its logits, 0 for none; None: as its configuration says.
         strict: raise what otherwise turns capture off: a policy that cannot be captured, a
             draft that does not fit it, a version that goes backwards, a call of ``ship`` that
-            does not fit the forward pass. Off, training goes on and
+            does not fit the forward pass. False: training goes on and
             ``stats().capture_off_reason`` says why.
         model_name: shown in the trainer's log.
         modules: module paths of models whose structure is not recognised.

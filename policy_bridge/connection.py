@@ -36,11 +36,11 @@ _FIRST_PAUSE = 0.05
 _TICK = 0.2
 _JOIN_SECONDS = 5.0
 
-# Samples that wait are described together: what the trainer does once for a batch costs as much as
-# a MiB of states. Inline, more than one message's worth of them is not faster.
+# Samples that wait are sent as one batch, whose fixed cost in the trainer is that of a MiB of
+# states. Inline, a batch of more than one message is not faster.
 _BATCH_SAMPLES = 128
 _BATCH_BYTES = 16 << 20
-# More than a sample's header, or a piece of a payload, takes in a message beside its own bytes.
+# Upper bounds of what framing adds to a sample's header, and to a piece of a payload.
 _HEADER_BYTES, _FIELD_BYTES = 64, 16
 
 _OUTCOMES = {pb.ACK_STATUS_ACCEPTED: "accepted", pb.ACK_STATUS_DUPLICATE: "duplicate"}
@@ -60,8 +60,8 @@ class Connection:
     Attributes:
         session: the last run that was opened, whether the trainer is up now or not.
         connected: whether a run is open now.
-        died: whether the thread ended of an unexpected error; it does not come back.
-        wanted_tokens: of a policy version, as the trainer said last; 0: no bound.
+        died: whether the thread ended with an unexpected error; it does not come back.
+        wanted_tokens: tokens of a policy version that the trainer last asked for; 0: no bound.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class Connection:
     ) -> None:
         self._channel = channel
         self._stub = pb_grpc.DraftTrainerStub(channel)
-        # Not the module's own numbers, which a loop may have seeded.
+        # Not the random module's generator, which a loop may have seeded.
         self._random = random.Random()
         self._stop = threading.Event()
         self._announcer = Announcer(channel, self._stop)
@@ -92,7 +92,7 @@ class Connection:
         self._thread.start()
 
     def wait_connected(self, timeout: float) -> bool:
-        """Wait for an open run; False if there is none, or will be none, by then."""
+        """Wait ``timeout`` seconds for an open run. False: there is none, or will be none."""
         with self._changed:
             self._changed.wait_for(lambda: self.connected or self.died, timeout)
             return self.connected
@@ -126,9 +126,9 @@ class Connection:
                     if self._connect_and_send():
                         pause = _FIRST_PAUSE
                 except grpc.RpcError as error:
-                    self._note(refused_from(error) or error)
+                    self._record_error(refused_from(error) or error)
                 except RefusedError as error:
-                    self._note(error)
+                    self._record_error(error)
                 except ValueError:
                     # gRPC's answer to a call on a closed channel.
                     if not self._stop.is_set():
@@ -147,7 +147,7 @@ class Connection:
                 self._outbox.close("shipper_died")
 
     def _connect_and_send(self) -> bool:
-        """One connection. Whether the next one may follow at once: the trainer took samples."""
+        """Run one connection. True: the next may follow at once, the trainer took samples."""
         session = self._open_run()
         again = self._outbox.requeue_sent()
         file, why_inline = self._shared_file()
@@ -168,42 +168,46 @@ class Connection:
                 file.remove_name()
 
     def _stream(self, header: pb.StreamHeader, session: Session, again: set[str]) -> bool:
-        """Send on one stream until it ends. Whether the next one may follow at once."""
+        """Send on one stream until it ends. True: the next connection may follow at once."""
         opened, stalled = time.monotonic(), False
         stream = StateStream(self._channel, header, self._on_open, self._on_acks)
         try:
             while stream.is_open and not self._stop.is_set():
                 if stream.silent_seconds() > self._config.stall_seconds:
-                    self._note(TimeoutError("the trainer does not answer on its stream of samples"))
+                    self._record_error(
+                        TimeoutError("the trainer does not answer on its stream of samples")
+                    )
                     stalled = True
                     break
                 sent = self._send_next(stream, session)
                 self._counters.add(resent_samples=len(again.intersection(sent)))
         finally:
             stream.close(_JOIN_SECONDS)
-        # Streams that are idle for minutes end in order; one that ends each at once does not work.
+        # A stream that was idle for minutes may end; one that ends at once does not work.
         short = time.monotonic() - opened < self._config.max_backoff_seconds
         if not self._stop.is_set():
             if stream.error is not None:
-                self._note(refused_from(stream.error) or stream.error)
+                self._record_error(refused_from(stream.error) or stream.error)
             elif not stalled and not stream.acknowledged and (short or len(self._outbox)):
-                found = "ended by the trainer without an acknowledgement"
+                found = "a stream that the trainer ended without an acknowledgement"
                 step = "see the trainer's log; the bridge goes on trying"
-                self._note(RefusedError("StreamStates", found, "one that takes samples", step))
+                self._record_error(
+                    RefusedError("StreamStates", found, "one that takes samples", step)
+                )
         return stream.acknowledged > 0 or not short
 
     def _on_open(self, inline_because: str) -> None:
         """The trainer answered: it has the file open by now, or never will."""
         shared = self._shared
         if shared is not None:
-            # Nothing is left after a kill from now on.
+            # From now on a kill leaves no file behind.
             shared.file.remove_name()
         if inline_because:
             self._shared = None
             self._counters.transport("grpc", clean(inline_because))
 
     def _shared_file(self) -> tuple[SharedFile | None, str]:
-        """A file for a stream, or why its states go inline."""
+        """Make a file for a stream; None, and why, where its states go inline."""
         config = self._config
         if config.transport == "grpc":
             return None, 'transport = "grpc"'
@@ -214,16 +218,16 @@ class Connection:
             return None, str(error)
 
     def _send_next(self, stream: StateStream, session: Session) -> list[str]:
-        """Give up what does not fit, register a version, or send a batch; the ids of that."""
+        """Give up what does not fit, register a version, or send a batch; returns the ids sent."""
         entry = self._outbox.peek(0.0)
         if entry is not None and tuple(entry.header.aux_layers) != session.aux_layers:
-            # Of a window that was open, or was copied from, while the draft changed.
+            # From a window that was open, or whose copies were not done, when the draft changed.
             self._outbox.give_up(entry, "draft_changed")
             return []
         if self._announce_due(entry):
             return []
         if entry is None:
-            # Round again with what comes: its version may have to be registered first.
+            # Only wait for it here: its version may have to be registered first.
             self._outbox.peek(_TICK)
             return []
         if not self._wait_to_send(stream, entry):
@@ -233,7 +237,7 @@ class Connection:
     def _send_batch(self, stream: StateStream, first: Entry) -> list[str]:
         """Send ``first`` and what waits behind it, within the credit and the bounds of a batch."""
         credit, layers, knows = stream.credit, first.header.aux_layers, self._announcer.knows
-        shared = self._readable()
+        shared = self._readable_file()
         bound = PIECE_BYTES if shared is None else _BATCH_BYTES
         flight = flight_bytes(self._config.outbox_bytes) - self._outbox.flight
         message = size = lent = 0
@@ -241,7 +245,7 @@ class Connection:
         def fits(entry: Entry) -> bool:
             nonlocal message, size, lent
             most, before = _message_bytes(entry, shared), message
-            # Not of the first alone: it may have been superseded during the wait for credit.
+            # The first is checked too: it may have been superseded during the wait for credit.
             if entry.header.aux_layers != layers or not knows(entry.version):
                 return False
             if before and (size + most > bound or lent + entry.nbytes > flight):
@@ -257,7 +261,7 @@ class Connection:
             try:
                 block = None if entry.lent else entry.read()
             except MemoryLostError as error:
-                # One that was shed since may have other bytes in its place by now.
+                # A sample that was shed since may have other bytes in its place by now.
                 if self._outbox.holds(entry):
                     self._outbox.lose(entry.blocks, str(error))
                     self._outbox.give_up(entry, LOST)
@@ -277,7 +281,7 @@ class Connection:
             self._counters.add(sent_samples=len(sent), sent_bytes=nbytes)
         return sent
 
-    def _readable(self) -> BlockFile | None:
+    def _readable_file(self) -> BlockFile | None:
         """The file that the trainer reads; None where every block goes inline."""
         shared = self._shared
         return None if shared is None or shared.lost else shared
@@ -286,13 +290,13 @@ class Connection:
         """Wait until a sample may be sent: credit, and no more than its share in flight."""
         started, most = time.monotonic(), flight_bytes(self._config.outbox_bytes)
         while True:
-            shared = self._readable()
+            shared = self._readable_file()
             size = _message_bytes(entry, shared)
             flight = self._outbox.flight if entry.blocks is shared else 0
             room = flight == 0 or flight + entry.nbytes <= most
             if stream.wait_credit(size, _TICK if room else 0.0) and room:
                 # The first credit says whether the trainer reads the file.
-                if size >= _message_bytes(entry, self._readable()):
+                if size >= _message_bytes(entry, self._readable_file()):
                     return True
                 continue
             if not room:
@@ -326,14 +330,14 @@ class Connection:
         with self._changed:
             self.session = session
         if other:
-            # A trainer with another draft came up: old states do not fit it. Only now, when new
-            # captures see its session, is what waits all there is of them.
+            # A trainer with another draft: old states do not fit it. They are shed only now that
+            # new captures see its session, so that none can follow.
             self._outbox.shed("draft_changed")
         self._set_connected(True)
         return session
 
     def _announce_due(self, entry: Entry | None) -> bool:
-        """Register a version if ``entry`` waits for it, or if nothing waits. Whether it did."""
+        """Register a version if ``entry`` waits for it, or if nothing waits. False: none is due."""
         version = self._announcer.due(None if entry is None else entry.version)
         if version is None:
             if entry is not None and not self._announcer.knows(entry.version):
@@ -357,9 +361,9 @@ class Connection:
             # A trainer that restarted does not know the session: a new run mends that.
             if refusal is None or field.endswith("session_id") or field.startswith("server."):
                 raise
-            self._note(refusal)
+            self._record_error(refusal)
             if field != "lead":
-                # Else later samples of it may find it announced.
+                # With "lead", later samples of it may find it announced.
                 self._announcer.give_up(version)
             self._outbox.shed("policy_refused", version)
         else:
@@ -395,7 +399,7 @@ class Connection:
             self._attempted = True
             self._changed.notify_all()
 
-    def _note(self, error: Exception) -> None:
+    def _record_error(self, error: Exception) -> None:
         if self._stop.is_set():
             return
         text = describe(error)
@@ -405,7 +409,7 @@ class Connection:
 
 
 def _message_bytes(entry: Entry, shared: BlockFile | None) -> int:
-    """Most serialized bytes that a sample takes in a message, its block included if inline."""
+    """The most serialized bytes of a sample in a message, its block included if inline."""
     described = entry.header.ByteSize() + _HEADER_BYTES
     if entry.blocks is shared:
         return described

@@ -26,14 +26,14 @@ from slipstream.errors import RefusedError
 Job = Callable[[], None]
 T = TypeVar("T")
 JOBS = 2
-"""How many wait at most."""
+"""The most jobs that wait."""
 
 GROUP_BYTES = 16 << 20
-"""Of the blocks that are assembled together, where one alone is not larger."""
+"""The bound on blocks that are assembled together; a larger block is assembled alone."""
 
 _JOIN_SECONDS = 5.0
-# Before copies on a CPU begin: at once they would take the interpreter's lock from the policy's
-# thread between the operations that lead from the pass to its backward.
+# Delay of copies on a CPU: started at once, they would take the interpreter's lock from the
+# policy's thread between the operations that lead from the pass to its backward.
 _HEAD_START_SECONDS = 0.002
 
 
@@ -50,7 +50,7 @@ class Copier:
     Attributes:
         deferred: whether the choice is made after ``submit`` returns, on a stream of its own.
         pinned: whether blocks are assembled in page-locked memory, for asynchronous copies.
-        died: whether the thread ended of an unexpected error: nothing is copied any more.
+        died: whether the thread ended with an unexpected error: nothing is copied any more.
     """
 
     def __init__(self, device: torch.device | None = None) -> None:
@@ -67,16 +67,16 @@ class Copier:
 
     @property
     def nbytes(self) -> int:
-        """Device memory that jobs hold which have not ended."""
+        """Device memory held by jobs that have not ended, in bytes."""
         with self._changed:
             return self._bytes
 
     def submit(
         self, choose: Callable[[], T | None], copy: Callable[[T], None], nbytes: int = 0
     ) -> bool:
-        """Call ``copy`` with what ``choose`` returned, unless that is None; each now or soon.
+        """Call ``choose``, and ``copy`` with its result unless that is None; each now or soon.
 
-        On a device call it on the stream that makes the tensors that are read, ``nbytes`` in all.
+        On a device, call this on the stream that makes the tensors to be read, ``nbytes`` in all.
 
         Returns:
             False if too much waits (on a device): then neither was called, nor will be.
@@ -139,7 +139,7 @@ class Copier:
             return True
 
     def settle(self) -> None:
-        """Inside ``copy``: wait for the copies it has begun."""
+        """Wait, inside ``copy``, for the copies that it has begun."""
         if self._stream is not None:
             self._stream.synchronize()
 
@@ -165,9 +165,9 @@ class Copier:
     def _run(self) -> None:
         try:
             if self._stream is not None:
-                # Else leaving the stream goes back to GPU 0, and makes a context there.
+                # Otherwise leaving the stream switches to GPU 0, and creates a context there.
                 torch.cuda.set_device(self._stream.device)
-            while (taken := self._next()) is not None:
+            while (taken := self._next_job()) is not None:
                 job, nbytes = taken
                 try:
                     job()
@@ -175,23 +175,23 @@ class Copier:
                     with self._changed:
                         # Its traceback would keep the states.
                         self._error = error.with_traceback(None)
-                # Its states go before it is idle, and before the next one is waited for.
+                # Free its states before the thread is idle or waits for the next job.
                 del taken, job
-                self._ended(nbytes)
+                self._job_ended(nbytes)
         finally:
             with self._changed:
                 self.died = not self._closed
                 self._closed = True
                 self._jobs.clear()
-            self._ended()
+            self._job_ended()
 
-    def _next(self) -> tuple[Job, int] | None:
+    def _next_job(self) -> tuple[Job, int] | None:
         with self._changed:
             self._changed.wait_for(lambda: self._jobs or self._closed)
             self._running = bool(self._jobs)
             return self._jobs.popleft() if self._jobs else None
 
-    def _ended(self, nbytes: int = 0) -> None:
+    def _job_ended(self, nbytes: int = 0) -> None:
         with self._changed:
             self._running = False
             self._bytes -= nbytes

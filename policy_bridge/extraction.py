@@ -35,8 +35,8 @@ _BLOCK_BYTES = 64 << 20
 """Bound on the float32 logits of one block of rows, while log Z is computed."""
 
 _COPY_VALUES = (1 << 15) - 1
-"""From ``at::internal::GRAIN_SIZE`` values (ATen/Parallel.h) on, torch shares a copy out over a
-pool of threads. Beside the policy's own pool that would be twice as many threads as cores."""
+"""The most values of one copy. From ``at::internal::GRAIN_SIZE`` (ATen/Parallel.h) on, torch shares
+a copy out over a pool of threads: beside the policy's own, twice as many threads as cores."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Record:
     """A forward pass and what ``Capture.ship`` was told of it.
 
     Attributes:
-        states: of the pass.
+        states: those of the pass.
         token_ids, loss_mask, attention_mask, position_ids, logprobs, logits: [B, S], see
             ``Capture.ship``.
         prompt_lengths, rollout_versions: one number a sequence, see ``Capture.ship``.
@@ -67,7 +67,7 @@ class Record:
     origins: Mapping[tuple[int, int], tuple[bytes, int | None]] = field(default_factory=dict)
 
     def on_host(self) -> Record:
-        """With copies of everything but the states in host memory: int32 ids, float32 numbers.
+        """Return the record with all but the states in host memory: int32 ids, float32 numbers.
 
         Raises:
             RefusedError: masks or positions that are not of whole sequences.
@@ -82,7 +82,7 @@ class Record:
             self,
             states=replace(self.states, ids=None if ids is None else ids.to("cpu", torch.int32)),
             spans=spans_of(self.attention_mask, self.position_ids, (shape[0], shape[1])),
-            # Copies in any case: the loop may write into its own before the samples are written.
+            # Always copies: the loop may write into its own before the samples are written.
             token_ids=self.token_ids.to("cpu", torch.int32, copy=True),
             loss_mask=self.loss_mask.to("cpu", copy=True),
             logprobs=floats(self.logprobs),
@@ -92,17 +92,17 @@ class Record:
 
     @property
     def token_bytes(self) -> int:
-        """Of one token's states where they are."""
+        """Bytes of one token's states, in the dtypes of the pass."""
         return sum(s.shape[-1] * s.element_size() for s in (*self.states.aux, self.states.final))
 
     @property
     def nbytes(self) -> int:
-        """Of the states, padding included."""
+        """Bytes of the states, padding included."""
         return self.states.final.shape[:2].numel() * self.token_bytes
 
     @property
     def complete(self) -> bool:
-        """Whether nothing of a sample has to be computed from the policy's weights."""
+        """True if no part of a sample has to be computed from the policy's weights."""
         return self.logprobs is not None and self.logits is not None
 
     def place(self, candidate: Candidate) -> tuple[int, slice]:
@@ -171,7 +171,7 @@ def _origins(record: Record) -> dict[tuple[int, int], tuple[bytes, int | None]]:
             raise RefusedError("rollout_versions", f"{version:g}", "whole numbers >= 0", step)
         tokens = record.token_ids[span.row, span.start : span.end]
         if length is None:
-            # 0 too where nothing is masked: there is no prompt, the sequence stands for itself.
+            # Also 0 where the mask has no token: without a prompt the whole sequence is hashed.
             length = int(record.loss_mask[span.row, span.start : span.end].int().argmax())
         if not 0 <= length <= len(tokens):
             expected, step = f"0 to {len(tokens)}", "count the tokens before the completion"
@@ -182,7 +182,7 @@ def _origins(record: Record) -> dict[tuple[int, int], tuple[bytes, int | None]]:
 
 
 def check_tokens(record: Record, vocab_size: int) -> None:
-    """Raise RefusedError where the tokens of a sequence are none of the policy's, or of the pass's.
+    """Raise RefusedError for tokens outside the vocabulary, or other ones than those of the pass.
 
     Padding may differ. A pass that was given no token ids is not compared.
     """
@@ -232,13 +232,13 @@ def sampled_of(
 ) -> Floats | None:
     """Log-probs and logits of the chosen tokens, float32 [2, T]; None where one is not finite.
 
-    What is not read is 0: those of the first token, and where they are not finite those outside
-    the loss mask.
+    Values that nobody reads are 0: those of the first token, and, where they are not finite, those
+    outside the loss mask.
     """
     if not record.complete:
-        # Held until the numbers are on the host.
-        modules = _at_hand(modules, record.states.final.device)
-    pair = _sampled(record, modules, temperature, *record.place(chosen))
+        # Keeps the weights' memory until the numbers are on the host.
+        modules = _with_current_head(modules, record.states.final.device)
+    pair = _sampled_of_row(record, modules, temperature, *record.place(chosen))
     found = torch.stack([values.to("cpu", torch.float32) for values in pair]).numpy()
     found[:, 0] = 0.0
     mask = _mask_of(record, chosen)
@@ -263,8 +263,8 @@ def fill(sample: Sample, chosen: Chosen) -> None:
 def gather_into(host: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
     """Fill ``host`` with ``parts`` side by side, cast to its dtype.
 
-    [T, width] each, into [T, sum of widths] on the CPU. On the host in blocks that take no second
-    core; from a device in one copy, complete when the current stream is.
+    [T, width] each, into [T, sum of widths] on the CPU. From host memory it copies in blocks small
+    enough to stay on one core; from a device in one copy, complete when the current stream is.
     """
     if parts and parts[0].device.type != "cpu":
         host.copy_(torch.cat([part.to(host.dtype) for part in parts], -1), non_blocking=True)
@@ -283,17 +283,18 @@ def gather_into(host: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
 def without_logits(
     record: Record, modules: PolicyModules, temperature: float, *, whole: bool
 ) -> Record:
-    """The record without the pass's logits, which are large: the sampled ones are picked out.
+    """Return the record without the pass's logits, which are large: the sampled ones are picked.
 
-    What the pass does not tell is computed later, for the chosen tokens alone; with ``whole`` now,
-    for every token: where the weights cannot be read later.
+    Values that the pass does not give are computed later, for the chosen tokens alone. With
+    ``whole`` they are computed now, for every token, because the weights cannot be read later.
 
     Raises:
         RefusedError: (whole) weights that are spread or elsewhere, of a pass whose logits were not
             seen; logits that were written in place since the pass.
     """
     states, logprobs = record.states, record.logprobs
-    # Rather those picked inside the pass: kernels write gradients over the logits uncounted.
+    # Prefer those picked inside the pass: fused kernels write gradients over the logits, which
+    # raises no version counter.
     logits = states.picked if record.logits is None else record.logits
     seen = states.logits
     if logits is None or (whole and logprobs is None):
@@ -312,9 +313,9 @@ def without_logits(
             step = "pass both, or let the pass call lm_head (no modules.final_norm)"
             raise RefusedError("sampled_logits", found, "sampled logits and log-probs", step)
         elif whole:
-            modules = _at_hand(modules, states.final.device)
+            modules = _with_current_head(modules, states.final.device)
             rows = [
-                _sampled(record, modules, temperature, row, slice(None))
+                _sampled_of_row(record, modules, temperature, row, slice(None))
                 for row in range(len(record.token_ids))
             ]
             logprobs, logits = (torch.stack(values) for values in zip(*rows, strict=True))
@@ -403,7 +404,10 @@ def sampled_logprobs(
 def whole_logits(
     modules: PolicyModules, dtype: torch.dtype
 ) -> Callable[[torch.Tensor], torch.Tensor]:
-    """From final states [N, H] to the policy's logits, float32 [N, V], by products in ``dtype``."""
+    """Return a function from final states [N, H] to the policy's logits, float32 [N, V].
+
+    It multiplies in ``dtype``.
+    """
     weight = modules.head_weight.to(dtype)
     bias = None if modules.head_bias is None else modules.head_bias.to(dtype)
 
@@ -415,7 +419,9 @@ def whole_logits(
 
 
 def picked_logits(logits: torch.Tensor, token_ids: torch.Tensor, form: LogitForm) -> torch.Tensor:
-    """float32 [B, S] of tokens [B, S], of lm_head's output [B, S, V]; column 0 is 0.
+    """Pick the logits of tokens [B, S] from lm_head's output [B, S, V]: float32 [B, S].
+
+    Column 0 is 0.
 
     An id out of range is clamped: the index would end the process on a CUDA device.
     ``check_tokens`` refuses it.
@@ -439,8 +445,8 @@ def picked_logprobs(
     return picked_logits(logits, token_ids, form) / temperature - log_z
 
 
-def _at_hand(modules: PolicyModules, device: torch.device) -> PolicyModules:
-    """With lm_head's memory as it is now: the loop may move the weights while it is read.
+def _with_current_head(modules: PolicyModules, device: torch.device) -> PolicyModules:
+    """Return ``modules`` with lm_head's memory as it is now: the loop may move the weights later.
 
     Raises RefusedError: it is not on the states' device.
     """
@@ -458,7 +464,7 @@ def _mask_of(record: Record, chosen: Candidate) -> NDArray[np.bool_]:
     return mask
 
 
-def _sampled(
+def _sampled_of_row(
     record: Record, modules: PolicyModules, temperature: float, row: int, columns: slice
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probs and logits of a row's sampled tokens: as given, else from the weights."""

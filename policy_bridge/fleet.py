@@ -19,7 +19,7 @@ from slipstream.v1 import rollout_server_pb2_grpc as rollout_grpc
 T = TypeVar("T")
 Tensors = Mapping[str, torch.Tensor]
 Errors = dict[str, Exception]
-"""By the server's address."""
+"""Errors by server address."""
 SILENT = (grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.UNAVAILABLE)
 """Statuses of a server that does not answer."""
 
@@ -35,8 +35,7 @@ class RolloutFleet:
     """One connection per rollout server; every call goes to all of them at once.
 
     Attributes:
-        members: servers that the trainer named and that took the last policy, which none of them
-            failed to take.
+        members: servers that the trainer named and that took the last policy whose push succeeded.
         receivers: servers of the last push through vLLM's own weight-transfer engine.
     """
 
@@ -57,7 +56,7 @@ class RolloutFleet:
         """Stage a policy on every server: tensors, or what vLLM's weight-transfer engine is given.
         Errors by address; empty when all hold it.
         """
-        self._drop_all_but(addresses)
+        self._close_all_but(addresses)
         external, here = rollout_pb.STAGE_KIND_POLICY_EXTERNAL, rollout_pb.STAGE_KIND_POLICY
         header = rollout_pb.StageHeader(
             stage_id=stage_id,
@@ -71,7 +70,7 @@ class RolloutFleet:
         def one(stub: rollout_grpc.RolloutServerStub) -> rollout_pb.StageResult:
             return stage(stub, header, tensors, timeout=seconds)
 
-        return self._each(addresses, one)[1]
+        return self._call_each(addresses, one)[1]
 
     def make_live(
         self, addresses: Sequence[str], stage_id: str, version: int
@@ -101,13 +100,13 @@ class RolloutFleet:
                     return state
                 raise
 
-        return self._each(addresses, one)
+        return self._call_each(addresses, one)
 
     def abort(self, addresses: Sequence[str], stage_id: str) -> Errors:
         """Drop a stage on every server. Errors by address."""
         request = rollout_pb.AbortRequest(stage_ids=[stage_id])
         seconds = self._config.rpc_seconds
-        return self._each(addresses, lambda stub: stub.Abort(request, timeout=seconds))[1]
+        return self._call_each(addresses, lambda stub: stub.Abort(request, timeout=seconds))[1]
 
     def close(self) -> None:
         """Close every connection."""
@@ -115,12 +114,12 @@ class RolloutFleet:
             channel.close()
         self._channels.clear()
 
-    def _drop_all_but(self, addresses: Sequence[str]) -> None:
+    def _close_all_but(self, addresses: Sequence[str]) -> None:
         """Close connections to servers that are no longer of the fleet."""
         for address in self._channels.keys() - set(addresses):
             self._channels.pop(address).close()
 
-    def _each(
+    def _call_each(
         self, addresses: Sequence[str], call: Callable[[rollout_grpc.RolloutServerStub], T]
     ) -> tuple[dict[str, T], Errors]:
         failed: Errors = {}
@@ -129,7 +128,7 @@ class RolloutFleet:
                 try:
                     channel = open_channel(address, credentials=self._config.rollout_credentials)
                 except RefusedError as refusal:
-                    # An address from the trainer to which the token must not go.
+                    # The trainer named an address to which the token must not be sent.
                     failed[address] = refusal
                     continue
                 self._channels[address] = channel

@@ -28,7 +28,7 @@ MAX_REFUSALS_IN_A_ROW = 16
 
 
 class Cause(Enum):
-    """What a refusal is about, and with it when it ends."""
+    """The subject of a refusal; its value says when the refusal ends."""
 
     MODEL = "never: the policy cannot be captured"
     BRIDGE = "never: a thread of the bridge ended with an error"
@@ -38,7 +38,7 @@ class Cause(Enum):
 
 
 def thread_ended(which: str) -> RefusedError:
-    """For a bridge whose thread (``which``) ended of an unexpected error."""
+    """The refusal of a bridge whose thread (``which``) ended with an unexpected error."""
     return RefusedError(
         "bridge",
         f"its thread {which} ended with an error",
@@ -48,7 +48,7 @@ def thread_ended(which: str) -> RefusedError:
 
 
 def check_temperature(temperature: object) -> float:
-    """``temperature`` as a number. Raises RefusedError: it is no finite one above 0."""
+    """Return ``temperature`` as a float. Raises RefusedError: it is not a finite number > 0."""
     try:
         number = float(temperature)  # type: ignore[arg-type]
     except (TypeError, ValueError):
@@ -60,12 +60,12 @@ def check_temperature(temperature: object) -> float:
 
 
 class CaptureGuard:
-    """What a bridge may capture now. ``refuse`` and ``clear`` may be called from any thread.
+    """The state that decides what a bridge captures. Any thread may call ``refuse`` and ``clear``.
 
     Attributes:
         connection: to the trainer; None where the policy cannot be captured.
         version: the highest version whose sync ended well; None before it.
-        session: for which rows of the policy's matrices were copied at that sync; None if none.
+        session: the one for which the policy's matrices were copied at that sync; None if none.
     """
 
     def __init__(self, config: BridgeConfig, counters: Counters) -> None:
@@ -80,7 +80,7 @@ class CaptureGuard:
 
     @property
     def connected(self) -> bool:
-        """Whether a run is open now."""
+        """True while a run is open."""
         return self.connection is not None and self.connection.connected
 
     def refuse(self, cause: Cause, error: RefusedError) -> None:
@@ -97,12 +97,12 @@ class CaptureGuard:
             raise error
 
     def clear(self, cause: Cause) -> None:
-        """The cause is gone."""
+        """Forget a refusal whose cause is gone."""
         with self._lock:
             self._refusals.pop(cause, None)
 
     def refusal(self, *causes: Cause) -> str:
-        """The first of ``causes`` (all) for which capture is off; empty if there is none."""
+        """The first refusal for one of ``causes`` (none given: for any); empty if there is none."""
         with self._lock:
             return next((self._refusals[c] for c in causes or Cause if c in self._refusals), "")
 
@@ -117,8 +117,8 @@ class CaptureGuard:
             self.check_trainer()
         known = session.latest_policy_version if session else None
         floor = self.version
-        # What the trainer knows beyond this bridge's versions is of a job before this one, or of
-        # another rank. Its newest may be this one: a policy that was resumed, or is that rank's.
+        # A version that the trainer knows beyond this bridge's is from an earlier job or another
+        # rank. Its newest may be ``version`` itself: of a resumed policy, or from that rank.
         if known is not None and known > (-1 if floor is None else floor) and version != known:
             floor = known
         if floor is not None and version <= floor:
@@ -130,7 +130,7 @@ class CaptureGuard:
         return session
 
     def synced(self, version: int, session: Session | None) -> None:
-        """A sync ended well; rows of the policy's matrices were copied for ``session``."""
+        """Record a sync that ended well; the policy's matrices were copied for ``session``."""
         self.version = max(version, self.version or 0)
         self.session = session
         self._counters.forgive_refusals()
@@ -156,7 +156,7 @@ class CaptureGuard:
             self.clear(Cause.TRAINER)
 
     def off_reason(self) -> str:
-        """Why a window would capture nothing now; empty if it would capture."""
+        """The reason why a window would capture nothing now; empty if it would capture."""
         refusal = self.refusal(Cause.MODEL, Cause.BRIDGE, Cause.VERSION, Cause.TRAINER)
         if refusal:
             return refusal

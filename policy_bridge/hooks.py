@@ -25,11 +25,11 @@ from policy_bridge.model import PolicyModules, active_adapters, refuse_cuda_grap
 from slipstream.errors import RefusedError
 
 Look = Callable[[tuple[Any, ...], Mapping[str, Any], Any], None]
-"""Told a call's positional and named arguments, and its result (None before the call)."""
+"""A function of a call's positional and named arguments and its result (None before the call)."""
 
 
 class _Hook:
-    """torch's call of ``look``. In a copy of the module, pickled or not, it does nothing."""
+    """A torch hook that calls ``look``. In a copy of the module, pickled or not, it is inert."""
 
     def __init__(self, look: Look | None, after: bool) -> None:
         self._look, self._after = look, after
@@ -50,7 +50,7 @@ class _Hook:
 def watch(
     module: nn.Module, look: Look, *, after: bool = False, first: bool = False
 ) -> Callable[[], None]:
-    """Have ``look`` called before (or after) each call of ``module``; returns what ends it.
+    """Have ``look`` called before (or after) each call of ``module``; returns a function to stop.
 
     ``first``: before the hooks that are on the module already, which may change its result.
     """
@@ -113,7 +113,7 @@ class ForwardStates:
 
     @property
     def logits_unwritten(self) -> bool:
-        """Whether logits were kept and the loop has left them alone since the pass.
+        """True if logits were kept and the loop has left them alone since the pass.
 
         A temperature divided into them in place would go out as logits before temperature.
         """
@@ -128,11 +128,15 @@ def version_of(tensor: torch.Tensor) -> int:
 class ForwardTap:
     """Hooks on one policy, in place from ``__enter__`` to ``__exit__``.
 
-    For the states after each of ``layers``, of passes with the policy's adapters on;
-    ``returned``: for some of the logits too;
-    ``training``: of passes alone that build a graph for backward; ``pick``: makes the logits of
-    the pass's tokens from lm_head's output [B, S, V] and token ids [B, S], before the loop can
-    write into that output, or None where they are not needed.
+    Keeps the states after each of ``layers``, of passes with the policy's adapters on.
+
+    Args:
+        modules: the policy.
+        layers: "after L layers" numbers.
+        returned: keep some of the logits too.
+        training: only passes that build a graph for backward.
+        pick: makes the logits of the pass's tokens from lm_head's output [B, S, V] and token ids
+            [B, S], before the loop can write into that output, or None where they are not needed.
 
     Attributes:
         traced: the policy is compiled as a whole, and the hooks are in its graph.
@@ -152,25 +156,24 @@ class ForwardTap:
         self._pick = pick
         self._ids: object = None
         self._layers = tuple(layers)
-        # Ends the hooks last first: two on one compiled module put back what each of them found.
+        # Removes the hooks in reverse: two on one compiled module each put back what they found.
         self._hooks = ExitStack()
-        self._open: dict[int, tuple[torch.Tensor, int]] | None = None
+        self._pass: dict[int, tuple[torch.Tensor, int]] | None = None
         self._last: ForwardStates | None = None
         self._just_ended = False
         self.traced = False
 
     def __enter__(self) -> ForwardTap:
-        """Raises RefusedError: layers that were compiled with CUDA graphs since they were found."""
+        """Raise RefusedError for layers compiled with CUDA graphs since they were found."""
         modules = self._modules
         refuse_cuda_graphs([*modules.layers, modules.lm_head])
-        self._hooks.callback(watch(modules.decoder, self._begin))
+        self._hooks.callback(watch(modules.decoder, self._begin_pass))
         for layer in self._layers:
             self._hooks.callback(watch(modules.layers[layer], self._keeper_of(layer)))
         if modules.final_norm is not None:
             self._hooks.callback(watch(modules.final_norm, self._end_at_norm, after=True))
         else:
-            # FSDP2 with an output_dtype casts an lm_head's result in a hook: the logits are rounded
-            # as they were before it.
+            # FSDP2 with an output_dtype casts lm_head's result in a hook: see it before that cast.
             self._hooks.callback(watch(modules.lm_head, self._end_at_head, after=True, first=True))
         if self._returned:
             self._hooks.callback(watch(modules.policy, self._keep_returned, after=True))
@@ -179,30 +182,30 @@ class ForwardTap:
     def __exit__(self, *_: object) -> None:
         self._hooks.close()
         # ``pick`` is a method of the window that has this tap.
-        self._open = self._last = self._ids = self._pick = None
+        self._pass = self._last = self._ids = self._pick = None
 
     def take(self) -> ForwardStates | None:
-        """The last complete forward pass, once; earlier ones that were not taken are gone."""
+        """Return the last complete forward pass, once; earlier ones not taken are gone."""
         states, self._last = self._last, None
         return states
 
-    def _begin(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], _: Any) -> None:
+    def _begin_pass(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], _: Any) -> None:
         self._just_ended = False
         if torch.compiler.is_dynamo_compiling():
             # The graph keeps what it traces here, also after the hooks are gone.
-            self.traced, self._open = True, None
+            self.traced, self._pass = True, None
             return
-        # With its adapters off, or others on, it runs as a reference.
+        # With its adapters off, or others on, the policy runs as a reference model.
         other = any(active_adapters(module) != on for module, on in self._modules.adapters)
         other = other or (self._training and not torch.is_grad_enabled())
-        self._open = None if other else {}
+        self._pass = None if other else {}
         self._ids = kwargs.get("input_ids", args[0] if args else None)
 
     def _keeper_of(self, layer: int) -> Look:
         def keep(args: tuple[Any, ...], kwargs: Mapping[str, Any], _: Any) -> None:
             state = first_tensor(args, kwargs)
-            if self._open is not None and state is not None:
-                self._open[layer] = (state.detach(), version_of(state))
+            if self._pass is not None and state is not None:
+                self._pass[layer] = (state.detach(), version_of(state))
 
         return keep
 
@@ -213,11 +216,11 @@ class ForwardTap:
         if final is None:
             return
         if not isinstance(logits, torch.Tensor):
-            self._end(final, final.dtype, None)
+            self._end_pass(final, final.dtype, None)
             return
-        self._end(final, logits.dtype, logits.detach())
+        self._end_pass(final, logits.dtype, logits.detach())
 
-    def _own_ids(self, shape: torch.Size) -> torch.Tensor | None:
+    def _copy_ids(self, shape: torch.Size) -> torch.Tensor | None:
         ids = self._ids
         if not isinstance(ids, torch.Tensor) or ids.is_floating_point() or ids.shape != shape:
             return None
@@ -225,7 +228,7 @@ class ForwardTap:
             # A copy: the loop may write the next pass's ids into the same memory.
             return None if is_sharded(ids) else ids.clone()
         except torch.OutOfMemoryError:
-            # As in ``_some_of``: this pass is not compared.
+            # As in ``_copy_some``: this pass is not compared.
             return None
 
     def _picked(self, logits: torch.Tensor, ids: torch.Tensor | None) -> torch.Tensor | None:
@@ -236,7 +239,7 @@ class ForwardTap:
         try:
             return self._pick(logits, ids)
         except torch.OutOfMemoryError:
-            # As in ``_some_of``: ``ship`` then reads the logits, if they are as they were.
+            # As in ``_copy_some``: ``ship`` then reads the logits, if they are as they were.
             return None
 
     def _end_at_norm(
@@ -248,25 +251,25 @@ class ForwardTap:
         kind, dtype = output.device.type, output.dtype
         if torch.is_autocast_enabled(kind):
             dtype = torch.get_autocast_dtype(kind)
-        self._end(output, dtype, None)
+        self._end_pass(output, dtype, None)
 
     def _keep_returned(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> None:
         if self._last is not None and self._just_ended:
-            self._last = replace(self._last, returned=_some_of(output, self._last.final))
+            self._last = replace(self._last, returned=_copy_some(output, self._last.final))
 
-    def _end(
+    def _end_pass(
         self, final: torch.Tensor, logits_dtype: torch.dtype, logits: torch.Tensor | None
     ) -> None:
-        if self._open is None or len(self._open) != len(self._layers):
+        if self._pass is None or len(self._pass) != len(self._layers):
             return
-        kept = [self._open[layer] for layer in self._layers] + [(final.detach(), version_of(final))]
-        self._open = None
+        kept = [self._pass[layer] for layer in self._layers] + [(final.detach(), version_of(final))]
+        self._pass = None
         states, versions = zip(*kept, strict=True)
         logits_version = 0 if logits is None else version_of(logits)
-        ids = self._own_ids(final.shape[:2])
+        ids = self._copy_ids(final.shape[:2])
         head = picked = None
         if logits is not None:
-            head = _some_of(logits, final) if self._returned else None
+            head = _copy_some(logits, final) if self._returned else None
             picked = self._picked(logits, ids)
         self._last = ForwardStates(
             states[:-1],
@@ -282,7 +285,7 @@ class ForwardTap:
         self._just_ended = True
 
 
-def _some_of(output: object, final: torch.Tensor) -> ReturnedLogits | None:
+def _copy_some(output: object, final: torch.Tensor) -> ReturnedLogits | None:
     try:
         return ReturnedLogits.of(output, final.shape[:2])
     except torch.OutOfMemoryError:

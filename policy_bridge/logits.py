@@ -1,4 +1,4 @@
-"""How the policy computes logits from lm_head's output: from its configuration, and verified.
+"""The policy's logits as a function of lm_head's output: by its configuration, and verified.
 
 The teacher is computed from final hidden states and lm_head. A policy that changes its logits after
 that (a soft cap, a factor) is announced with the change; one whose own logits are not what that
@@ -29,7 +29,7 @@ _FACTORS = {"logit_scale", "lm_head_multiplier", "output_multiplier", "output_mu
 _DIVISORS = {"logits_scaling"}
 _MULTIPLIES_ALL = "HyperCLOVAX"
 
-# Of the norm of the logits around their mean, beside the rounding of the logits themselves.
+# Relative to the norm of the logits around their mean, beside the rounding of the logits.
 _TOLERANCE = 2e-3
 # Far more than the log-probs of an inference engine differ from those of a training pass.
 _LOGPROB_TOLERANCE = 0.3
@@ -37,7 +37,7 @@ _NAMED_WITHIN = 0.01
 
 
 def is_sharded(tensor: torch.Tensor | None) -> bool:
-    """Whether it is a DTensor, of which ranks hold parts (FSDP2, tensor parallelism)."""
+    """Return whether it is a DTensor, of which ranks hold parts (FSDP2, tensor parallelism)."""
     return hasattr(tensor, "full_tensor")
 
 
@@ -55,7 +55,7 @@ def numbers_of(config: object, path: str = "model.config") -> Iterator[tuple[str
 
 
 def form_of(model: nn.Module, scale: float | None = None, cap: float | None = None) -> LogitForm:
-    """How ``model`` makes its logits, as its configuration says.
+    """Return how ``model`` makes its logits, as its configuration says.
 
     Args:
         model: the policy without wrappers.
@@ -97,7 +97,7 @@ class ReturnedLogits:
 
     @classmethod
     def of(cls, output: object, tokens: Sequence[int]) -> ReturnedLogits | None:
-        """Of what either returned for ``tokens`` (B, S); None if no logits are in it."""
+        """Copy rows from what either returned for ``tokens`` (B, S); None if it has no logits."""
         first = output[0] if isinstance(output, tuple | list) and output else output
         named = output.get("logits") if isinstance(output, Mapping) else None
         for found in (getattr(output, "logits", None), named, first):
@@ -109,7 +109,7 @@ class ReturnedLogits:
             if found.dim() == 3 and tuple(found.shape[:2]) == tuple(tokens):
                 last, columns = found.shape[:2].numel() - 1, found.shape[1]
                 count = min(PROBED_ROWS, last + 1)
-                # Made there: a copy to a device would wait for the work of the policy's stream.
+                # Made on the device: a copy to it would wait for the work of the policy's stream.
                 index = torch.arange(count, device=found.device) * last // max(1, count - 1)
                 return cls(index, found.detach()[index // columns, index % columns])
         return None
@@ -136,7 +136,7 @@ def check_logits(
         returned: [N, V], as the model returned them.
         before: float32 [N, V], lm_head's output.
         form: what the model does to that.
-        dtype: in which it has its logits.
+        dtype: of the model's logits.
         config: of the model, to name the likely cause.
 
     Returns:
@@ -156,13 +156,13 @@ def check_logits(
         theirs, before = theirs[:, columns], before[:, columns]
     if not theirs.numel():
         return False
-    apart = _apart(form.apply(before.to(dtype)).float(), theirs)
+    apart = _distance(form.apply(before.to(dtype)).float(), theirs)
     # A row's mean, which changes no probability, is rounded with it.
     rounding = torch.finfo(dtype).eps * theirs.norm() / _centred(theirs).norm().clamp(min=1e-20)
     tolerance = _TOLERANCE + float(rounding)
     if apart <= tolerance:
         return True
-    cause, step = _explained(before, theirs, tolerance, list(numbers_of(config)))
+    cause, step = _explain(before, theirs, tolerance, list(numbers_of(config)))
     found = f"logits that differ from it by {apart:.1%} of their norm; {cause}"
     raise RefusedError("model.logits", found, str(form), step)
 
@@ -196,23 +196,23 @@ def _centred(rows: torch.Tensor) -> torch.Tensor:
     return rows - rows.mean(-1, keepdim=True)
 
 
-def _apart(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+def _distance(ours: torch.Tensor, theirs: torch.Tensor) -> float:
     """Distance of two [N, V] in units of the second's norm; a constant in a row is none."""
     ours, theirs = _centred(ours), _centred(theirs)
     return float((ours - theirs).norm() / theirs.norm().clamp(min=1e-20))
 
 
-def _explained(
+def _explain(
     before: torch.Tensor,
     theirs: torch.Tensor,
     tolerance: float,
     numbers: Sequence[tuple[str, str, float]],
 ) -> tuple[str, str]:
-    """What was done to logits, in words, and what to do about it."""
+    """Say in words what the model does to its logits, and what to do about it."""
     centred = _centred(before)
     factor = float((centred * theirs).sum() / (centred * centred).sum().clamp(min=1e-20))
-    if factor > 0 and _apart(before * factor, theirs) <= tolerance:
-        exact, name = _named(factor, numbers)
+    if factor > 0 and _distance(before * factor, theirs) <= tolerance:
+        exact, name = _configured(factor, numbers)
         return f"they are lm_head's output times {factor:.6g}{name}", _settings(exact, 0)
     highest = before.abs().argmax()
     z, y = abs(float(before.flatten()[highest])), abs(float(theirs.flatten()[highest]))
@@ -220,8 +220,8 @@ def _explained(
     for _ in range(100):
         middle = math.sqrt(low * high)
         low, high = (middle, high) if middle * math.tanh(z / middle) < y else (low, middle)
-    if _apart(LogitForm(1.0, high).apply(before), theirs) <= tolerance:
-        exact, name = _named(high, numbers)
+    if _distance(LogitForm(1.0, high).apply(before), theirs) <= tolerance:
+        exact, name = _configured(high, numbers)
         return f"they are soft-capped at {high:.6g}{name}", _settings(1, exact)
     return (
         "the model changes them after lm_head in a way that is neither a factor nor a soft cap",
@@ -233,8 +233,8 @@ def _settings(scale: float, cap: float) -> str:
     return f"set logit_scale={scale:.6g}, logit_soft_cap={cap:.6g} in BridgeConfig"
 
 
-def _named(value: float, numbers: Sequence[tuple[str, str, float]]) -> tuple[float, str]:
-    """The configured number that ``value`` is, or is one over, and where it is configured."""
+def _configured(value: float, numbers: Sequence[tuple[str, str, float]]) -> tuple[float, str]:
+    """The configured number, or its inverse, that is close to ``value``, and where it stands."""
     for path, _, number in numbers:
         if number > 0 and number != 1.0:
             for exact, words in ((number, path), (1 / number, f"1 / {path}")):

@@ -37,7 +37,7 @@ class Counting(Protocol):
 
 
 def _refused(stats: BridgeStats) -> Value:
-    """By the first word of the field, as the trainer counts: a bounded set."""
+    """Count refusals by the first word of the field, as the trainer does: a bounded set."""
     fields: Counter[str] = Counter()
     for name, count in stats.refused_by_field.items():
         fields[name.partition(".")[0]] += count

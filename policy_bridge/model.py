@@ -97,7 +97,7 @@ def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
     shard = cast(Any, tensor)
     groups = [shard.device_mesh.get_group(number) for number in range(shard.device_mesh.ndim)]
     if any(shard.device.type not in dist.get_backend_config(group) for group in groups):
-        # Offloaded to the CPU, and ranks that have NCCL alone.
+        # Offloaded to the CPU, on ranks that have only NCCL.
         shard = shard.to(shard.device_mesh.device_type)
     return cast(torch.Tensor, shard.full_tensor())
 
@@ -114,8 +114,8 @@ def as_stored(model: nn.Module | None, tensors: dict[str, torch.Tensor]) -> dict
     itself: until this returns they are held twice. Tensors that need no change are the given ones.
     So are all of another model's, by other names, or of a model in FSDP1, which is only pushed.
     """
-    # Not imported: where there is a model of transformers, this module is there. Version 4 has no
-    # such function.
+    # Not imported: where there is a transformers model, its module is loaded. Version 4 has no such
+    # function.
     modeling = sys.modules.get("transformers.modeling_utils")
     revert = getattr(modeling, "revert_weight_conversion", None)
     if model is None or modeling is None or revert is None:
@@ -242,12 +242,12 @@ class PolicyModules:
         return self.head_shape[0]
 
     def look_again(self) -> None:
-        """Find what was put into the policy since. It takes milliseconds: not in a step."""
+        """Find what was put into the policy since. Takes milliseconds: not for use in a step."""
         found = list(self.root.parameters())
         # During a step some of the shards are not in their places: see ``weights``.
         if self.shards and sum(map(is_sharded, found)) >= sum(map(is_sharded, self.shards)):
             self.shards[:] = found
-        self.noise[:], self.adapters[:] = _noise(self.policy), _adapters(self.policy)
+        self.noise[:], self.adapters[:] = _noise_sources(self.policy), _adapters(self.policy)
 
     def check_exact(self) -> None:
         """Raise RefusedError if a pass that runs now draws a dropout or a router's jitter."""
@@ -276,7 +276,7 @@ class PolicyModules:
             raise RefusedError("model", found, "the same modules", "replace them before that")
 
     def spec(self, model_name: str) -> pb.PolicySpec:
-        """What OpenRun tells the trainer of this policy."""
+        """The description of this policy for OpenRun."""
         return pb.PolicySpec(
             hidden_size=self.hidden_size,
             vocab_size=self.vocab_size,
@@ -288,7 +288,7 @@ class PolicyModules:
         )
 
     def weights(self) -> list[torch.Tensor]:
-        """Every parameter that counts how often it was written to, or shard of one."""
+        """Every parameter, or this rank's shard of it, that has a version counter."""
         # FSDP2 puts gathered parameters into the places of the shards during a step.
         found = self.shards or self.root.parameters()
         return [p for p in found if not p.is_inference()]
@@ -307,14 +307,14 @@ def stamp_of(weights: Sequence[torch.Tensor]) -> int:
     """A number that changes when something writes to the weights in place.
 
     Sum of the version counters. Writes through ``.data`` escape it, and those of fused optimizers:
-    ``WeightWatch`` counts steps too. DTensors are left out: see ``ShardWatch``. The weights take a
-    millisecond to find: not in a step.
+    ``WeightWatch`` counts steps too. DTensors are left out: see ``ShardWatch``. Finding the weights
+    takes a millisecond: not for use in a step.
     """
     return sum([p._version for p in weights if not is_sharded(p)])
 
 
 class ShardWatch:
-    """Tells whether DTensors were written to in place. To move one to other memory is no write.
+    """Tells whether DTensors were written to in place. Moving one to other memory is no write.
 
     A move gives it another local tensor, and version counters that begin anew: what was written
     between the last call and the move is not seen. Multi-tensor operations escape the counters.
@@ -326,7 +326,7 @@ class ShardWatch:
         self._written = False
 
     def written(self) -> bool:
-        """Since this was made."""
+        """Return whether one was written to since this watch was made."""
         before, self._seen = self._seen, self._look()
         for (old, version), (new, now) in zip(before, self._seen, strict=True):
             if old() is new() and version != now:
@@ -334,7 +334,7 @@ class ShardWatch:
         return self._written
 
     def _look(self) -> list[tuple[weakref.ref[torch.Tensor], int]]:
-        # Weak: a model that was moved is not to keep the memory that it left.
+        # Weak: a model that was moved must not keep the memory that it left.
         held = [(p, p._local_tensor) for p in self._weights]
         return [
             (weakref.ref(local), p._version + (0 if local.is_inference() else local._version))
@@ -345,7 +345,7 @@ class ShardWatch:
 def watched(
     weights: Sequence[torch.Tensor], steps: Callable[[], int] = lambda: 0
 ) -> Callable[[], bool]:
-    """Whether something has written to the weights since this call, or ``steps`` counted more."""
+    """Return a function that tells whether the weights were written to since, or ``steps`` rose."""
     shards, stamp = ShardWatch(weights), stamp_of(weights) + steps()
     return lambda: shards.written() or stamp_of(weights) + steps() != stamp
 
@@ -357,8 +357,8 @@ class WeightWatch:
     steps of every optimizer that holds one of the weights are counted as well.
 
     Attributes:
-        moved: whether they were written to, or stepped, since the last sync; what was read of it
-            before the next sync goes on to tell of its own.
+        moved: tells whether they were written to, or stepped, since the last sync; the function of
+            an earlier sync goes on to tell of that one.
     """
 
     def __init__(self) -> None:
@@ -370,17 +370,17 @@ class WeightWatch:
         self._hook = register_optimizer_step_pre_hook(torch.compiler.disable(self._count))
 
     def synced(self, weights: Sequence[torch.Tensor]) -> None:
-        """These, ``PolicyModules.weights``, are the weights of a version."""
+        """Take these, from ``PolicyModules.weights``, as the weights of a version."""
         self._ids = frozenset(map(id, weights))
         self.moved = watched(weights, lambda: self._steps)
 
     def close(self) -> None:
-        """Count no more."""
+        """Stop counting steps."""
         self._hook.remove()
 
     def _count(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         held = (id(p) for group in optimizer.param_groups for p in group["params"])
-        # Other threads step their own optimizers: these must not write, or a count may get lost.
+        # Threads that step other optimizers must not write here, or a count may get lost.
         if any(one in self._ids for one in held):
             self._steps += 1
 
@@ -426,7 +426,7 @@ def find_modules(
         final_norm=norm,
         form=form_of(inside[-1], logit_scale, logit_soft_cap),
         shards=list(model.parameters()) if sharded else [],
-        noise=list(_noise(inside[-1])),
+        noise=list(_noise_sources(inside[-1])),
         adapters=_adapters(inside[-1]),
         find_matrices=partial(_matrices, inside, paths),
     )
@@ -439,13 +439,13 @@ def _adapters(policy: nn.Module) -> list[tuple[Any, list[str]]]:
 
 
 def active_adapters(module: Any) -> list[str]:
-    """Names of those that are on, of a module in ``PolicyModules.adapters``."""
+    """The names of the adapters that are on in a module of ``PolicyModules.adapters``."""
     # Older PEFT's ModulesToSaveWrapper has no attribute ``active_adapters``.
     names = [] if module.disable_adapters else module.active_adapter
     return [names] if isinstance(names, str) else list(names)
 
 
-def _noise(policy: nn.Module) -> Iterator[tuple[nn.Module, str]]:
+def _noise_sources(policy: nn.Module) -> Iterator[tuple[nn.Module, str]]:
     for module in policy.modules():
         if isinstance(module, nn.modules.dropout._DropoutNd):
             yield module, "p"

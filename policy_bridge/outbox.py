@@ -37,7 +37,7 @@ PRIORITIES = 16
 """Priorities are whole numbers from 0 to one less; the highest is shed last."""
 
 LOST = "shared_memory_lost"
-"""Why samples are shed whose file was cut short, or had no memory left."""
+"""The reason for shedding samples whose file was cut short, or had no memory left."""
 
 
 def flight_bytes(capacity_bytes: int) -> int:
@@ -56,7 +56,7 @@ def file_bytes(capacity_bytes: int) -> int:
 
 
 class BlockFile:
-    """A file, anonymous or shared with a trainer, and its free parts. Its outbox has the lock.
+    """A file, anonymous or shared with a trainer, and its free parts; under its outbox's lock.
 
     Attributes:
         lost: it was cut short, or its memory is full: nothing new is written to it.
@@ -87,7 +87,7 @@ class Entry:
 
     @property
     def sample_id(self) -> str:
-        """Unique within the run."""
+        """The sample's id, unique within the run."""
         return self.header.sample_id
 
     @property
@@ -116,7 +116,7 @@ class Entry:
 
 
 class Outbox:
-    """Filled by the policy's threads, drained by the sender. Thread-safe.
+    """A bounded queue that the policy's threads fill and the sender drains. Thread-safe.
 
     The lock is held for moments: blocks are written and read without it.
 
@@ -131,7 +131,7 @@ class Outbox:
         self._blocks = BlockFile(SharedFile.anonymous(file_bytes(capacity_bytes)))
         self._changed = threading.Condition()
         self._held: dict[str, Entry] = {}
-        # What is held by (policy version, priority), and the bytes of each.
+        # The samples held, by (policy version, priority), and their bytes.
         self._bins: dict[tuple[int, int], dict[str, Entry]] = {}
         self._sizes: Counter[tuple[int, int]] = Counter()
         self._waiting: OrderedDict[str, None] = OrderedDict()
@@ -140,26 +140,26 @@ class Outbox:
         self._pinned: dict[str, Entry] = {}
         self._bytes = 0
         self._reserved = 0
-        self._flight = 0
-        self._closed = ""  # Why, once it is.
+        self._in_flight = 0
+        self._closed = ""  # The reason, once it is closed.
 
     def takes(self, nbytes: int, version: int, priority: int) -> bool:
-        """Whether ``put`` would take such a sample, not copied yet; False is counted as shed."""
+        """Return whether ``put`` would take a sample not copied yet; False is counted as shed."""
         with self._changed:
-            reason = self._obstacle(nbytes, (version, priority))
+            reason = self._shed_reason(nbytes, (version, priority))
             if reason:
                 self._counters.shed(reason, 1, nbytes)
             return not reason
 
     def put(self, sample: Sample, priority: int = 0) -> bool:
-        """Take a sample, whose block is written to the file, or count it as shed."""
+        """Take a sample and write its block to the file. False: it is counted as shed."""
         nbytes = sample.nbytes
         block = sample.block[:nbytes].numpy()
         header = pb.VerifierStates()
         header.CopyFrom(sample.header)
         header.packed.checksum = checksum_of(block)
         header.packed.span.bytes = nbytes
-        # Once more where the first file is lost.
+        # A second time where the first file is lost.
         for _ in range(2):
             entry = self._reserve(header, priority)
             if entry is None:
@@ -172,7 +172,7 @@ class Outbox:
                     self._free(entry)
                 self.lose(entry.blocks, str(error))
                 continue
-            return self._add(entry)
+            return self._hold(entry)
         self._counters.shed(LOST, 1, nbytes)
         return False
 
@@ -190,9 +190,9 @@ class Outbox:
             logger.warning("states go inline until the next connection: %s", reason)
 
     def move_to(self, file: SharedFile) -> BlockFile:
-        """Write to this new file from now on, and move there what is held; nothing is in flight.
+        """Write to this new file from now on, and move what is held there.
 
-        What it has no memory for stays where it is.
+        Nothing may be in flight. What the file has no memory for stays where it is.
         """
         target = BlockFile(file)
         with self._changed:
@@ -244,30 +244,30 @@ class Outbox:
                 self._sent[entry.sample_id] = None
                 entry.lent = entry.blocks is shared
                 if entry.lent:
-                    self._flight += entry.nbytes
+                    self._in_flight += entry.nbytes
         return taken
 
     @property
     def flight(self) -> int:
-        """Bytes that are lent to the trainer, of samples that were shed too."""
+        """Bytes lent to the trainer, those of samples that were shed included."""
         with self._changed:
-            return self._flight
+            return self._in_flight
 
     def holds(self, entry: Entry) -> bool:
-        """Whether it was neither acknowledged nor shed."""
+        """Return whether it was neither acknowledged nor shed."""
         with self._changed:
             return entry.sample_id in self._held
 
     def wait_flight(self, nbytes: int, timeout: float) -> None:
         """Wait until at most ``nbytes`` are in flight."""
         with self._changed:
-            self._changed.wait_for(lambda: self._flight <= nbytes, timeout)
+            self._changed.wait_for(lambda: self._in_flight <= nbytes, timeout)
 
     def settle(self, sample_id: str, count: Callable[[], object] = lambda: None) -> bool:
-        """Forget an acknowledged sample; whether it was held as sent.
+        """Forget an acknowledged sample. True if it was held as sent.
 
-        ``count`` is called if it was: what was shed on its way is counted already. Before anybody
-        is told, because who waits for an empty outbox then reads the counters.
+        ``count`` is called if it was: a sample that was shed on its way is counted already. It is
+        called before waiters are woken: whoever waits for an empty outbox then reads the counters.
         """
         with self._changed:
             held = sample_id in self._sent
@@ -290,7 +290,7 @@ class Outbox:
             self._changed.notify_all()
 
     def requeue_sent(self) -> set[str]:
-        """Put every unacknowledged sample back to the front, in order; their ids."""
+        """Put every unacknowledged sample back to the front, in order; returns their ids."""
         with self._changed:
             again = list(self._sent)
             self.requeue(*reversed(again), *list(self._pinned))
@@ -333,10 +333,10 @@ class Outbox:
             return len(self._held)
 
     def _reserve(self, header: pb.VerifierStates, priority: int) -> Entry | None:
-        """A part of the file for a block; None, counted as shed, where there is none."""
+        """Reserve a part of the file for a block; None, counted as shed, where there is none."""
         nbytes, key = header.packed.span.bytes, (header.policy_version, priority)
         with self._changed:
-            reason = self._obstacle(nbytes, key)
+            reason = self._shed_reason(nbytes, key)
             while not reason:
                 fits = self._capacity - self._bytes - self._reserved >= nbytes
                 offset = self._blocks.free.take(nbytes) if fits else None
@@ -353,7 +353,7 @@ class Outbox:
             self._counters.shed(reason, 1, nbytes)
             return None
 
-    def _add(self, entry: Entry) -> bool:
+    def _hold(self, entry: Entry) -> bool:
         """Hold a sample whose block was written."""
         with self._changed:
             self._reserved -= entry.nbytes
@@ -369,8 +369,8 @@ class Outbox:
             self._changed.notify_all()
             return not self._closed
 
-    def _obstacle(self, nbytes: int, key: tuple[int, int]) -> str:
-        """Why a sample cannot be taken, even if all that is less than it were shed; or empty."""
+    def _shed_reason(self, nbytes: int, key: tuple[int, int]) -> str:
+        """The reason to shed a sample, even if all that is less than it were shed; or empty."""
         if self._closed:
             return self._closed
         if nbytes > self._capacity:
@@ -405,12 +405,12 @@ class Outbox:
         del self._sent[entry.sample_id]
         if entry.lent:
             entry.lent = False
-            self._flight -= entry.nbytes
+            self._in_flight -= entry.nbytes
 
     def _unpin(self, sample_id: str) -> None:
         entry = self._pinned.pop(sample_id, None)
         if entry is not None:
-            self._flight -= entry.nbytes
+            self._in_flight -= entry.nbytes
             self._free(entry)
 
     def _free(self, entry: Entry) -> None:

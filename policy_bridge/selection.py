@@ -59,10 +59,12 @@ class Candidate:
 
 @dataclass(eq=False)
 class Spent:
-    """What the windows of one policy version have chosen. Changed where choosing is done.
+    """The bytes and samples that the windows of one policy version have chosen.
+
+    Changed only where choosing is done.
 
     Attributes:
-        first_bytes: what the first sample may take that a smaller budget leaves out.
+        first_bytes: bound on a first sample that is chosen although the budget leaves it out.
     """
 
     first_bytes: int = 0
@@ -72,10 +74,10 @@ class Spent:
     def choose(
         self, candidates: Iterable[Candidate], budget_bytes: int, passes_left: int = 1
     ) -> list[Candidate]:
-        """What is sent of a pass, see ``choose``: a share of what is left of the budget.
+        """Choose what is sent of a pass, see ``choose``: a share of what is left of the budget.
 
-        At least one sample of a version, within ``first_bytes``. How many tokens a trainer wants
-        it says in its answers: a client that sends nothing would not hear when it wants more.
+        At least one sample of a version, within ``first_bytes``. A trainer says in its answers how
+        many tokens it wants: a client that sends nothing would not hear when it wants more.
         """
         pool = [*candidates]
         chosen = choose(pool, (budget_bytes - self.nbytes) // passes_left)
@@ -84,14 +86,14 @@ class Spent:
         return choose(pool, self.first_bytes)[:1]
 
     def add(self, chosen: Sequence[Candidate]) -> None:
-        """These were chosen."""
-        # In this order: another thread that looks between the two takes less to be spent, not more.
+        """Count what was chosen."""
+        # In this order a thread that reads between the two sees less spent, not more.
         self.samples += len(chosen)
         self.nbytes += sum(candidate.nbytes for candidate in chosen)
 
 
 def choose(candidates: Iterable[Candidate], budget_bytes: int) -> list[Candidate]:
-    """What is sent: candidates in the order of their lots, for as long as they fit.
+    """Choose what is sent: candidates in the order of their lots, for as long as they fit.
 
     One that no longer fits is passed over and smaller ones still get their chance, so the budget is
     filled and short sequences are slightly preferred. When the outbox must shed, the last of them
@@ -123,11 +125,10 @@ def windows(
     max_tokens: int,
     draw: Callable[[], float] = lambda: 0.0,
 ) -> list[Candidate]:
-    """One sequence from column ``start`` on, as candidates of at most ``max_tokens`` tokens.
+    """Cut one sequence, from column ``start`` on, into candidates of at most ``max_tokens`` tokens.
 
-    One that does not fit is cut into windows; each repeats the tail of the one before as context
-    that is not trained on again. Those with nothing to train on are left out. ``draw`` gives each
-    its lot.
+    Each window repeats the tail of the one before as context that is not trained on again. Windows
+    with nothing to train on are left out. ``draw`` gives each its lot.
     """
     length = len(loss_mask)
     context = min(CONTEXT_TOKENS, max_tokens // 4)

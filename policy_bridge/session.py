@@ -55,7 +55,7 @@ class Session:
     rollout_servers: tuple[str, ...]
 
     def same_shape(self, other: Session) -> bool:
-        """Whether states captured for one session fit the other."""
+        """Return whether states captured for one session fit the other."""
         return self.aux_layers == other.aux_layers and torch.equal(
             self.draft_vocab_ids, other.draft_vocab_ids
         )
@@ -66,7 +66,7 @@ class Session:
 
 
 def decode_session(response: pb.OpenRunResponse, policy: PolicyModules) -> Session:
-    """A checked ``Session``.
+    """Check the trainer's answer to OpenRun, and return it as a ``Session``.
 
     Raises:
         RefusedError: another schema version, layers the policy does not have, vocabulary ids
@@ -105,7 +105,7 @@ def decode_session(response: pb.OpenRunResponse, policy: PolicyModules) -> Sessi
 
 
 BLOCK_BYTES = 1 << 20
-"""About a tenth of a millisecond of one core's memory traffic."""
+"""The size of a block: about a tenth of a millisecond of one core's memory traffic."""
 
 _PAUSE_SECONDS, _MOST_SECONDS = 0.004, 1.0
 
@@ -126,21 +126,21 @@ def _blocks(contents: Mapping[str, memoryview]) -> Iterator[tuple[str, int, memo
 
 
 _METHOD = pb.DESCRIPTOR.services_by_name["DraftTrainer"].methods_by_name["AnnouncePolicy"]
-_DROPPED = 256
-_KEPT = 2
+_MAX_DROPPED = 256
+_MAX_SNAPSHOTS = 2
 _GATHERED_BYTES = 64 << 20
 
 
 @dataclass(eq=False)
 class PolicySnapshot:
-    """What the trainer's teacher needs of one policy version, on CPU, in the policy's dtype.
+    """The matrices of one policy version for the trainer's teacher, on CPU, in the policy's dtype.
 
     Attributes:
         policy_version: its number.
         tensors: ``lm_head.weight`` [draft_vocab, H], ``embed_tokens.weight`` [vocab, H] and, where
             the policy has one, ``lm_head.bias`` [draft_vocab]. Empty: another process of the policy
             announces them.
-        specs: of these, with their hashes, once it was announced.
+        specs: those of the tensors, with their hashes, once they were announced.
         asked: when a sample first waited for another process to announce it, monotonic seconds.
         announced: whether this process announced it.
     """
@@ -171,19 +171,19 @@ class Announcer:
         self._known: int | None = None
         self._announcing: int | None = None
         self._held_hashes: set[bytes] = set()
-        # Of tensors that did not change from one snapshot to the next.
+        # Kept for tensors that do not change from one snapshot to the next.
         self._hashes: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         # Samples of these may still be on their way from the policy's device.
-        self._dropped: deque[int] = deque(maxlen=_DROPPED)
+        self._dropped: deque[int] = deque(maxlen=_MAX_DROPPED)
 
     def offer(self, snapshot: PolicySnapshot) -> list[int]:
-        """Take the newest snapshot; the versions that were dropped without being announced."""
+        """Take the newest snapshot; returns versions that were dropped without being announced."""
         with self._lock:
             self._snapshots[snapshot.policy_version] = snapshot
             dropped = []
             # The newest stays, and before it one that is being announced rather than one that
             # waits: to a slow trainer each would be given up before it is known.
-            while len(self._snapshots) > _KEPT:
+            while len(self._snapshots) > _MAX_SNAPSHOTS:
                 version = next(kept for kept in self._snapshots if kept != self._announcing)
                 if not self._knows(version):
                     dropped.append(version)
@@ -206,8 +206,8 @@ class Announcer:
     def due(self, up_to: int | None = None) -> int | None:
         """The oldest version to announce, at most ``up_to``; None if there is none.
 
-        Of those that another process announces only ``up_to`` itself, the version of a sample that
-        waits: nobody needs to know of another, and one that never comes would hide this one.
+        Of versions that another process announces only ``up_to`` itself is due, that of a sample
+        that waits: no other is needed, and one that never comes would hide this one.
         """
         with self._lock:
             for version, snapshot in sorted(self._snapshots.items()):
@@ -219,7 +219,7 @@ class Announcer:
             return None
 
     def knows(self, version: int) -> bool:
-        """Whether the trainer has been told of ``version``, by this bridge or by another one."""
+        """Return whether the trainer knows of ``version``, from this bridge or another one."""
         with self._lock:
             return self._knows(version) and version not in self._dropped
 
@@ -274,10 +274,10 @@ class Announcer:
         self._call(requests(), timeout=timeout)
 
     def awaits_lead(self, version: int, seconds: float) -> bool:
-        """Whether samples of a version that another process announces may wait for it still.
+        """Return whether samples of a version that another process announces may still wait.
 
-        So many seconds from the first call on after the run was opened. Its own sync may take
-        longer than that, and may end after this process has left its window.
+        They may for ``seconds`` from the first call after the run was opened. The other process's
+        sync may take longer, and may end after this process has left its window.
         """
         with self._lock:
             snapshot = self._snapshots.get(version)
@@ -303,7 +303,7 @@ class Announcer:
 def _specs_of(
     tensors: Mapping[str, torch.Tensor], known: WeakTensorKeyDictionary, stop: threading.Event
 ) -> list[tensor_pb2.TensorSpec]:
-    """Of every tensor; ``known`` has the hashes of those that were hashed before.
+    """Make the spec of every tensor; ``known`` has the hashes of those hashed before.
 
     Raises RefusedError: ``stop`` was set before the end, which may be many seconds away.
     """
@@ -327,20 +327,20 @@ def _specs_of(
 
 
 @dataclass(frozen=True)
-class _Copied:
-    """A copy of a parameter's rows: ``rows`` [n, ...] on the CPU of what was ``written`` times."""
+class _CopiedRows:
+    """Rows of a parameter, [n, ...] on the CPU, copied when its version counter was ``written``."""
 
     parameter: weakref.ref[torch.Tensor]
     written: int
     rows: torch.Tensor
 
     def is_of(self, parameter: torch.Tensor) -> bool:
-        """Whether it is still what ``parameter`` has."""
+        """Return whether ``parameter`` still has these rows."""
         return self.parameter() is parameter and self.written == parameter._version
 
 
 class PolicyMatrices:
-    """Takes snapshots of one policy. Their memory is used again once the announcer let go of it.
+    """Takes snapshots of one policy. Their memory is reused once the announcer has dropped them.
 
     A parameter that is frozen (as with adapters) is copied once for as long as nothing is written
     to it; one that is trained every time, because some optimizers write past its version counter.
@@ -348,17 +348,17 @@ class PolicyMatrices:
 
     def __init__(self, modules: PolicyModules) -> None:
         self._modules = modules
-        # Memory, and the alias of it that is in use or was.
+        # Each memory, after a weak reference to the tensor that uses it, or did.
         self._slots: list[tuple[weakref.ref[torch.Tensor], torch.Tensor]] = []
-        self._frozen: dict[str, _Copied] = {}
+        self._frozen: dict[str, _CopiedRows] = {}
         self._ids: torch.Tensor | None = None
 
     def snapshot(self, session: Session | None, policy_version: int) -> PolicySnapshot | None:
-        """lm_head's rows (and bias) of the draft vocabulary and the embeddings, on the CPU.
+        """Copy lm_head's rows (and bias) of the draft vocabulary and the embeddings to the CPU.
 
-        Of a policy that is spread over ranks these, and nothing else, are gathered if any rank has
-        a session: there it is a collective call, whether or not a rank reaches the trainer. A
-        rank whose ``session`` is None gets None.
+        For a policy that is spread over ranks this is a collective call, whether or not a rank
+        reaches the trainer: these matrices alone are gathered, if any rank has a session. A rank
+        whose ``session`` is None gets None.
 
         Raises:
             RefusedError: the policy was sharded after the bridge was built.
@@ -374,7 +374,7 @@ class PolicyMatrices:
                 head, embed = whole, whole if embed is head else full_tensor(embed)
                 bias = None if bias is None else full_tensor(bias)
             except torch.OutOfMemoryError as error:
-                # To go on would leave the other ranks in a collective call that this one misses.
+                # Raise: if this rank skipped the collective, the others would hang in it.
                 raise MemoryError(
                     "no device memory to gather lm_head and the embeddings, which every rank does "
                     "in bridge.sync. Next step: free memory before it, or set bytes_per_step = 0 "
@@ -390,11 +390,11 @@ class PolicyMatrices:
             self._frozen.clear()
             self._slots.clear()
         tensors = {
-            "lm_head.weight": self._copied("lm_head.weight", head, ids),
-            "embed_tokens.weight": self._copied("embed_tokens.weight", embed, None),
+            "lm_head.weight": self._copy_rows("lm_head.weight", head, ids),
+            "embed_tokens.weight": self._copy_rows("embed_tokens.weight", embed, None),
         }
         if bias is not None:
-            tensors["lm_head.bias"] = self._copied("lm_head.bias", bias, ids)
+            tensors["lm_head.bias"] = self._copy_rows("lm_head.bias", bias, ids)
         return PolicySnapshot(policy_version, tensors)
 
     def _wanted_by_any(self, wanted: bool) -> bool:
@@ -405,7 +405,9 @@ class PolicyMatrices:
             dist.all_reduce(flag, dist.ReduceOp.MAX, group=mesh.get_group(dimension))
         return bool(flag.item())
 
-    def _copied(self, name: str, parameter: torch.Tensor, ids: torch.Tensor | None) -> torch.Tensor:
+    def _copy_rows(
+        self, name: str, parameter: torch.Tensor, ids: torch.Tensor | None
+    ) -> torch.Tensor:
         """Rows ``ids`` of a parameter (None: all of them) in host memory."""
         frozen = isinstance(parameter, torch.nn.Parameter) and not parameter.requires_grad
         before = self._frozen.get(name) if frozen else None
@@ -414,7 +416,7 @@ class PolicyMatrices:
         value = parameter.detach()
         count = len(value) if ids is None else len(ids)
         pinned = value.device.type == "cuda"
-        rows = self._memory(torch.Size((count, *value.shape[1:])), value.dtype, pinned)
+        rows = self._reuse_memory(torch.Size((count, *value.shape[1:])), value.dtype, pinned)
         if ids is None:
             rows.copy_(value)
         elif not pinned:
@@ -425,18 +427,18 @@ class PolicyMatrices:
             for into, part in zip(rows.split(most), ids.split(most), strict=True):
                 into.copy_(value.index_select(0, part.to(value.device)))
         if frozen:
-            self._frozen[name] = _Copied(weakref.ref(parameter), parameter._version, rows)
+            self._frozen[name] = _CopiedRows(weakref.ref(parameter), parameter._version, rows)
         return rows
 
-    def _memory(self, shape: torch.Size, dtype: torch.dtype, pinned: bool) -> torch.Tensor:
-        """Host memory, of a tensor that is gone if there is one of its kind."""
+    def _reuse_memory(self, shape: torch.Size, dtype: torch.dtype, pinned: bool) -> torch.Tensor:
+        """Host memory of this kind: that of a tensor that is gone, or else new."""
         wanted = (shape, dtype, pinned)
         for number, (alias, memory) in enumerate(self._slots):
             if alias() is None and (memory.shape, memory.dtype, memory.is_pinned()) == wanted:
                 del self._slots[number]
                 break
         else:
-            # To be written to again by a sync outside of inference mode.
+            # A later sync, outside inference mode, must be able to write to it.
             with torch.inference_mode(False):
                 memory = torch.empty(shape, dtype=dtype, device="cpu", pin_memory=pinned)
         rows = memory.view_as(memory)

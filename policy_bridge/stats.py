@@ -13,13 +13,13 @@ if TYPE_CHECKING:
     from slipstream.v1 import draft_trainer_pb2 as pb
 
 T = TypeVar("T")
-_MOST_FIELDS = 64
-"""Of refusals that are counted one by one: their names come from the trainer."""
+_MAX_FIELDS = 64
+"""The most fields whose refusals are counted by name: the names come from the trainer."""
 
 
 @dataclass(frozen=True)
 class SyncResult:
-    """What one weight-sync window did.
+    """The outcome of one weight-sync window.
 
     Attributes:
         policy_version: the version that was synced.
@@ -65,22 +65,22 @@ class BridgeStats:
 
     connected: bool = _gauge(False, "1 while a run is open and its stream is up.")
     transport: str = ""
-    """Of the states, "shared_memory" or "grpc"; empty before the first stream."""
+    """The way the states travel, "shared_memory" or "grpc"; empty before the first stream."""
     transport_reason: str = ""
-    """Why the states do not go through shared memory; empty when they do."""
+    """The reason why the states do not go through shared memory; empty when they do."""
     policy_version: int | None = _gauge(
         None, "Last policy version whose sync succeeded. No series before the first sync."
     )
     captures: int = 0
     """Capture windows that were entered while capture was on."""
     captures_skipped: int = 0
-    """Capture windows that took none, because capture was off or because those before had chosen
-    the version's budget, or all that a trainer whose training is paused has a use for."""
+    """Capture windows that took no states: capture was off, the windows before had chosen the
+    version's budget, or a trainer whose training is paused needed no more."""
     captures_refused: int = 0
     """Capture windows that ended early for a call that could not be served."""
     capture_off_reason: str = ""
-    """Why the next window would take nothing, or why the last one was refused; empty while
-    capture is on."""
+    """The reason why the next window would take nothing, or why the last one was refused; empty
+    while capture is on."""
     captured_tokens: int = _counter("Unpadded tokens of the forward passes given to `ship`.")
     chosen_samples: int = _counter("Captured samples that were chosen to be sent.")
     chosen_tokens: int = _counter("Tokens of the chosen samples.")
@@ -97,7 +97,7 @@ class BridgeStats:
     refused: int = 0
     """Samples that it refused."""
     refused_by_field: Mapping[str, int] = field(default_factory=dict)
-    """These by the field that the refusal names."""
+    """Refused samples by the field that the refusal names."""
     shed: Mapping[str, int] = field(default_factory=dict)
     """Dropped samples, by reason."""
     shed_bytes: int = _counter("Bytes of dropped samples.")
@@ -161,7 +161,7 @@ class Counters:
         self._transport = ("", "")
 
     def transport(self, name: str, reason: str) -> None:
-        """The states travel this way now."""
+        """Record how the states travel now, and why not through shared memory."""
         with self._lock:
             self._transport = (name, reason)
 
@@ -185,7 +185,7 @@ class Counters:
     def refused(self, field_name: str) -> bool:
         """Count a refusal; True the first time for this field. Beyond 64 fields: as "other"."""
         with self._lock:
-            if len(self._refused) >= _MOST_FIELDS and field_name not in self._refused:
+            if len(self._refused) >= _MAX_FIELDS and field_name not in self._refused:
                 field_name = "other"
             self._counts["refused"] += 1
             self._refused[field_name] += 1
@@ -208,7 +208,7 @@ class Counters:
 
     @property
     def run_refusal(self) -> RefusedError | None:
-        """Why the run is not open, if it was refused; None once it is open."""
+        """The refusal that keeps the run from opening; None once it is open."""
         with self._lock:
             return self._run_refusal
 

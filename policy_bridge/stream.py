@@ -17,20 +17,20 @@ _METHOD = pb.DESCRIPTOR.services_by_name["DraftTrainer"].methods_by_name["Stream
 
 
 class StateStream:
-    """Open from construction to ``close`` unless the trainer ends it before.
+    """A call that is open from construction to ``close``, unless the trainer ends it before.
 
     Owns one thread, which reads answers. The credit bounds what waits in gRPC, and where a trainer
     grants more than a message's worth without reading, ``MAX_MESSAGE_BYTES``.
 
-    From that thread ``on_open`` is told, before the first credit is there to be used, why the
-    trainer reads no file (empty where it reads it), and ``on_acks`` of acknowledgements.
+    That thread calls ``on_open``, before the first credit can be used, with the reason why the
+    trainer reads no file (empty where it reads it), and ``on_acks`` with acknowledgements.
 
     Attributes:
         credit: bytes that may be sent now.
         is_open: whether the trainer may still take samples here.
         answered: the first credit came.
         acknowledged: samples that were answered here.
-        error: how the trainer ended the call, if not in order.
+        error: the error with which the trainer ended the call; None if there was none.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class StateStream:
         self._changed = threading.Condition()
         self.credit = 0
         self._waiting: set[str] = set()
-        self._news = time.monotonic()
+        self._last_news = time.monotonic()
         self.is_open = True
         self._closing = False
         self.answered = False
@@ -60,7 +60,7 @@ class StateStream:
             f"/{_METHOD.containing_service.full_name}/{_METHOD.name}",
             response_deserializer=pb.StreamStatesResponse.FromString,
         )
-        self._call = call(map(self._joined, iter(self._requests.get, None)))
+        self._call = call(map(self._join_parts, iter(self._requests.get, None)))
         self._reader = threading.Thread(target=self._read, name="slipstream-acks", daemon=True)
         self._reader.start()
 
@@ -76,10 +76,10 @@ class StateStream:
             return self.is_open and granted()
 
     def send(self, request: pb.StreamStatesRequest, payload: Sequence[Bytes]) -> int:
-        """Send a batch for which there is credit; the bytes of its messages."""
+        """Send a batch for which there is credit; returns the bytes of its messages."""
         with self._changed:
             if not self._waiting:
-                self._news = time.monotonic()
+                self._last_news = time.monotonic()
             self._waiting.update([sample.sample_id for sample in request.batch.samples])
         sent = 0
         for parts in frames(request, payload):
@@ -95,10 +95,10 @@ class StateStream:
         """Seconds without news while the first credit, or an acknowledgement, is due; else 0."""
         with self._changed:
             due = self._waiting or not self.answered
-            return time.monotonic() - self._news if due else 0.0
+            return time.monotonic() - self._last_news if due else 0.0
 
     def nothing_due(self) -> bool:
-        """Whether every sample sent here was answered: no credit will come back by itself."""
+        """Return whether every sample sent here was answered: no credit comes back by itself."""
         with self._changed:
             return not self._waiting
 
@@ -109,8 +109,8 @@ class StateStream:
         self._call.cancel()
         self._reader.join(timeout)
 
-    def _joined(self, parts: Parts) -> bytes:
-        """A message, in gRPC's thread, which asks for one when the last has gone out."""
+    def _join_parts(self, parts: Parts) -> bytes:
+        """Join a message's parts, in gRPC's thread, which asks for it once the last was sent."""
         with self._changed:
             self._queued -= _size(parts)
             self._changed.notify_all()
@@ -120,7 +120,7 @@ class StateStream:
         try:
             for response in self._call:
                 acks = response.acks.acks
-                # Before the credit wakes the sender: what is settled frees its credit too.
+                # Before the credit wakes the sender: settling lowers what is in flight, too.
                 if acks:
                     self._on_acks(response.acks)
                 if not self.answered:
@@ -128,7 +128,7 @@ class StateStream:
                 with self._changed:
                     self.answered = True
                     self.acknowledged += len(acks)
-                    self._news = time.monotonic()
+                    self._last_news = time.monotonic()
                     self.credit += response.acks.credit_bytes + response.credit.bytes
                     self._waiting.difference_update([ack.sample_id for ack in acks])
                     self._changed.notify_all()

@@ -44,7 +44,7 @@ _JOINED = "it joined after the policy was staged; the next sync brings it one"
 
 
 class PolicySyncError(RuntimeError):
-    """At least one rollout server did not take the policy. Can be pickled, as Ray does.
+    """An error of at least one rollout server that did not take the policy. Can be pickled.
 
     Attributes:
         errors: by server address.
@@ -67,15 +67,15 @@ class PolicySyncError(RuntimeError):
 
 @dataclass(eq=False)
 class SyncWindow:
-    """``with bridge.sync(version) as window: ...``
+    """A window around a weight sync: ``with bridge.sync(version) as window: ...``.
 
     Attributes:
         model: whose weights ``push_policy`` pushes by default.
         session: the open run; None while the trainer cannot be reached.
         servers: host:port of every rollout server, after entry those that the trainer has now.
-        fleet_known: whether these are all that there are: the trainer told of its own, or cannot.
+        fleet_known: whether there are no others: the trainer has named its own, or never will.
         lead: whether this process stages the draft and pushes the policy.
-        told: by session id, the servers that the trainer named in the last window.
+        told: the servers that the trainer named in the last window, by session id.
         result: what was done; set at the end of the window.
         trainer_silent: whether the trainer let a deadline pass.
     """
@@ -98,14 +98,14 @@ class SyncWindow:
         self._so_far = SyncResult(version)
         self._stage_id = ""
         self._prepared = False
-        self._send: Callable[[], None] | None = None
-        self._named: frozenset[str] = frozenset()
+        self._send_weights: Callable[[], None] | None = None
+        self._listed: frozenset[str] = frozenset()
 
     def __enter__(self) -> SyncWindow:
         if not self.lead:
             return self
         if self.session is None:
-            self._draft_error(f"the draft trainer at {self.config.trainer} is not reached")
+            self._add_draft_error(f"the draft trainer at {self.config.trainer} is not reached")
             return self
         started = time.monotonic()
         try:
@@ -116,7 +116,7 @@ class SyncWindow:
                 timeout=self.config.sync_seconds,
             )
             self._prepared = True
-            self._keep_errors(response.servers)
+            self._add_draft_errors(response.servers)
             named = tuple(outcome.address for outcome in response.servers)
             if named and not self.config.rollout_servers:
                 self.told.clear()
@@ -158,7 +158,7 @@ class SyncWindow:
         self._stage(lambda: policy_tensors(source, self.config.policy_dtype, self.model))
 
     def push_external(self, update: Mapping[str, object], send: Callable[[], None]) -> None:
-        """Have every rollout server receive the policy by vLLM's own weight-transfer engine.
+        """Have every rollout server receive the policy through vLLM's own weight-transfer engine.
 
         The window's end commits policy and draft in one worker call on every server: the engine's
         session from start to end, then the draft. ``send`` runs beside these commits.
@@ -182,7 +182,7 @@ class SyncWindow:
             step = "initialise their weight-transfer engines again, then push again"
             raise RefusedError("rollout_servers", found, expected, step)
         transfer_update = json.dumps(update)
-        self._send = send
+        self._send_weights = send
         self._stage(dict, transfer_update)
 
     def _check_push(self, method: str) -> None:
@@ -202,9 +202,9 @@ class SyncWindow:
         if not self.config.rollout_servers:
             members = self.fleet.members
         if not transfer_update:
-            # A list may lack a server for a moment, while it is slow to answer and generates.
+            # The trainer's list may lack, for a moment, a server that generates and answers late.
             self.servers = [*self.servers, *sorted(members - named)]
-        self._named = named
+        self._listed = named
         errors = self.fleet.stage(self.servers, self._stage_id, version, made, transfer_update)
         # The first push finds servers that can never be reached. Later the trainer may name one
         # that still loads its model, and one that it names no more may be gone.
@@ -213,7 +213,7 @@ class SyncWindow:
             self._so_far, policy_pushed=True, stage_seconds=time.monotonic() - started
         )
         if errors:
-            # One that is not listed is asked once: it may be a listed one by its former name.
+            # An unlisted server is asked once: it may be a listed one under its former name.
             self.fleet.members &= named
             self._push_error = PolicySyncError("staged", _texts(errors), self._so_far)
             raise self._push_error
@@ -231,21 +231,21 @@ class SyncWindow:
             self.result = self._so_far
 
     def _commit(self) -> None:
-        if self._send is None:
+        if self._send_weights is None:
             self._commit_all()
             return
         with ThreadPoolExecutor(1, "slipstream-commit") as pool:
             commit = pool.submit(self._commit_all)
             # The servers receive inside their commits, which end when all was sent.
             try:
-                self._send()
+                self._send_weights()
             finally:
-                # Its error names the server for which ``send`` waited in vain.
+                # The commit's error names the server for which ``send`` waited in vain.
                 commit.result()
 
     def _commit_all(self) -> None:
         started = time.monotonic()
-        answer = self._complete() if self._prepared else None
+        answer = self._call_complete_sync() if self._prepared else None
         live: dict[str, rollout_pb.ServerState] = {}
         failed: Errors = {}
         if self._stage_id:
@@ -253,7 +253,7 @@ class SyncWindow:
                 self.servers, self._stage_id, self._so_far.policy_version
             )
             failed = self._without_unreachable(errors)
-        states = (self._completed(answer) if answer is not None else {}) | live
+        states = (self._read_outcomes(answer) if answer is not None else {}) | live
         self._so_far = replace(
             self._so_far,
             draft_versions={address: state.draft_version for address, state in states.items()},
@@ -263,9 +263,9 @@ class SyncWindow:
             self._abort()
             raise PolicySyncError("committed", _texts(failed), self._so_far)
         if self._stage_id:
-            self.fleet.members = self._named.intersection(self.servers)
+            self.fleet.members = self._listed.intersection(self.servers)
 
-    def _complete(self) -> grpc.Future:
+    def _call_complete_sync(self) -> grpc.Future:
         """Have the trainer commit. Returns at its answer, or after ``sync_seconds`` without one."""
         assert self.session is not None  # PrepareSync went through it
         request = pb.CompleteSyncRequest(
@@ -275,15 +275,15 @@ class SyncWindow:
         )
         longest = self.config.sync_seconds
         if self._stage_id:
-            # Receiving or loading a policy may take longer than the trainer is waited for. The
-            # bridge's own commits then wait behind the trainer's, which may be answered with them.
+            # Receiving or loading a policy may take longer than this waits for the trainer. The
+            # bridge's own commits then queue behind the trainer's and may be answered with them.
             longest += self.config.policy_seconds
         answer: grpc.Future = self.trainer.CompleteSync.future(request, timeout=longest)
         with suppress(grpc.RpcError, grpc.FutureTimeoutError):
             answer.result(self.config.sync_seconds)
         return answer
 
-    def _completed(self, answer: grpc.Future) -> dict[str, rollout_pb.ServerState]:
+    def _read_outcomes(self, answer: grpc.Future) -> dict[str, rollout_pb.ServerState]:
         try:
             response = answer.result(ANSWER_SECONDS)
         except grpc.RpcError as error:
@@ -292,35 +292,35 @@ class SyncWindow:
         except grpc.FutureTimeoutError:
             answer.cancel()
             self.trainer_silent = True
-            self._draft_error(f"CompleteSync: no answer {ANSWER_SECONDS:g} s after the commits")
+            self._add_draft_error(f"CompleteSync: no answer {ANSWER_SECONDS:g} s after the commits")
             return {}
         outcomes = response.servers
-        self._keep_errors(outcomes)
+        self._add_draft_errors(outcomes)
         if self._stage_id and not self.config.rollout_servers:
-            # Like one that joins when the window has ended.
+            # Treated like a server that joins after the window.
             named = {outcome.address for outcome in outcomes}
             joined = dict.fromkeys(named.difference(self.servers), _JOINED)
             self._so_far = replace(self._so_far, left_out={**joined, **self._so_far.left_out})
         return {o.address: o.state for o in outcomes if o.HasField("state")}
 
-    def _keep_errors(self, outcomes: Iterable[pb.ServerOutcome]) -> None:
+    def _add_draft_errors(self, outcomes: Iterable[pb.ServerOutcome]) -> None:
         # Errors, not `committed`: a policy may be committed without its draft.
         for outcome in outcomes:
             if outcome.error:
-                self._draft_error(f"{outcome.address}: {outcome.error}")
+                self._add_draft_error(f"{outcome.address}: {outcome.error}")
 
     def _abort(self) -> None:
         errors = self.fleet.abort(self.servers, self._stage_id)
         for address, error in errors.items():
-            self._draft_error(f"abort at {address}: {describe(error)}")
+            self._add_draft_error(f"abort at {address}: {describe(error)}")
 
     def _without_unreachable(self, errors: Errors, joins: Collection[str] = ()) -> Errors:
-        """``errors`` but for servers that are left out from now on; all of them if none is left.
+        """``errors`` without servers that are left out from now on; all if no server would be left.
 
-        Those in ``joins`` are left out in any case; one that is not listed also if it refuses: it
-        may serve another experiment by now.
+        A server in ``joins`` is left out whatever the configuration says. An unlisted one is left
+        out even if it refuses: it may serve another experiment by now.
         """
-        skips, named = self.config.skip_unreachable_servers, self._named
+        skips, named = self.config.skip_unreachable_servers, self._listed
         gone = {
             address: error
             for address, error in errors.items()
@@ -328,7 +328,7 @@ class SyncWindow:
         }
         left = [address for address in self.servers if address not in gone]
         # ``send`` would wait for ever for one that is left out.
-        if not left or self._send is not None:
+        if not left or self._send_weights is not None:
             return errors
         self.servers = left
         self._so_far = replace(self._so_far, left_out={**self._so_far.left_out, **_texts(gone)})
@@ -337,9 +337,9 @@ class SyncWindow:
     def _trainer_error(self, call: str, error: grpc.RpcError) -> None:
         late = isinstance(error, grpc.Call) and error.code() == grpc.StatusCode.DEADLINE_EXCEEDED
         self.trainer_silent = self.trainer_silent or late
-        self._draft_error(f"{call}: {describe(error)}")
+        self._add_draft_error(f"{call}: {describe(error)}")
 
-    def _draft_error(self, text: str) -> None:
+    def _add_draft_error(self, text: str) -> None:
         self._so_far = replace(self._so_far, draft_errors=(*self._so_far.draft_errors, text))
 
 
@@ -353,12 +353,12 @@ class NullSyncWindow(AbstractContextManager["NullSyncWindow"]):
         return None
 
     def push_policy(self, source: nn.Module | Mapping[str, torch.Tensor] | None = None) -> None:
-        """Raises RefusedError: doing nothing would leave the rollouts on an old policy."""
+        """Raise RefusedError: doing nothing would leave the rollouts on an old policy."""
         step = "sync by the framework's own means"
         raise RefusedError("push_policy", "a disabled bridge", "an enabled one", step)
 
     def push_external(self, update: Mapping[str, object], send: Callable[[], None]) -> None:
-        """As ``push_policy``."""
+        """Raise RefusedError, as ``push_policy`` does."""
         self.push_policy()
 
 
@@ -367,7 +367,7 @@ def _texts(errors: Errors) -> dict[str, str]:
 
 
 def _unreachable(error: Exception) -> bool:
-    """Whether a server did not answer; a refusal is an answer."""
+    """Return whether a server did not answer; a refusal is an answer."""
     if isinstance(error, grpc.Call):
         return refused_from(error) is None and error.code() in SILENT
     return isinstance(error, ConnectionError)
@@ -416,7 +416,7 @@ def policy_tensors(
     tensors = {}
     for name, part in state.items():
         tensor = full_tensor(part)
-        # Of the shard: a tensor that was gathered is gone after its cast, and its address is free.
+        # By the shard's memory: a gathered tensor is freed after its cast, and its address reused.
         own = part.to_local() if is_sharded(part) else part  # type: ignore[attr-defined]
         key = (own.device, own.data_ptr(), tensor.shape, own.stride())
         if own.numel() and key in seen:
@@ -463,7 +463,7 @@ class TrainerProbe:
         self._asked = self._trainer.GetStatus.future(pb.GetStatusRequest(), timeout=self._deadline)
 
     def answers(self) -> bool:
-        """Whether the trainer may be called: no call is open, or it was answered."""
+        """Return whether the trainer may be called: no call is open, or it was answered."""
         with self._lock:
             if self._asked is None:
                 return True
@@ -480,7 +480,7 @@ class TrainerProbe:
             return True
 
     def poll(self, interval_seconds: float) -> None:
-        """Keep ``status`` about this new, for as long as this is called."""
+        """Ask for ``status`` again if that was ``interval_seconds`` ago. Call this regularly."""
         if self.answers() and time.monotonic() - self._asked_at >= interval_seconds:
             self.send()
 

@@ -40,23 +40,23 @@ class Completion:
 
     @property
     def oldest_version(self) -> int | None:
-        """Of the versions that sampled it; None where one is not known."""
+        """The oldest version that sampled it; None where one of them is not known."""
         versions = [version for _, version in self.spans]
         known = [version for version in versions if version is not None]
         return min(known) if known and len(known) == len(versions) else None
 
 
 class Rollouts(Protocol):
-    """Where completions come from; ``CompletionsClient`` is one."""
+    """A source of completions; ``CompletionsClient`` is one."""
 
     def generate(
         self, prompts: Sequence[Sequence[int]], sampling: Mapping[str, Any]
     ) -> list[Completion]:
-        """One completion of each prompt (token ids)."""
+        """Generate one completion of each prompt (token ids)."""
 
 
 class CompletionsClient(AbstractContextManager["CompletionsClient"]):
-    """``/v1/completions`` of one or several rollout servers, prompts dealt out in turn.
+    """A client of ``/v1/completions`` of one or several rollout servers, which take turns.
 
     Args:
         urls: ``http://host:port`` of each server.
@@ -103,7 +103,7 @@ class CompletionsClient(AbstractContextManager["CompletionsClient"]):
     def generate(
         self, prompts: Sequence[Sequence[int]], sampling: Mapping[str, Any]
     ) -> list[Completion]:
-        """One completion of each prompt, all at once.
+        """Generate one completion of each prompt, all at once.
 
         Equal neighbours go as one request, greedy ones (``temperature`` 0) as one each.
 
@@ -123,7 +123,7 @@ class CompletionsClient(AbstractContextManager["CompletionsClient"]):
         failures: list[httpx.HTTPError | RefusedError] = []
 
         def complete(client: httpx.Client, prompt: Sequence[int], samples: int) -> list[Completion]:
-            # After an error those that wait are not sent: each would take its whole deadline.
+            # After an error, requests that wait are not sent: each would take its whole deadline.
             if failures:
                 raise failures[0]
             try:
@@ -172,7 +172,7 @@ class CompletionsClient(AbstractContextManager["CompletionsClient"]):
 
 
 def _refusal(answer: httpx.Response, sampling: Mapping[str, Any]) -> RefusedError:
-    """What a server refuses, in its own words, and the sampling parameters that these name."""
+    """The refusal of a server, in its own words, with the sampling parameters that these name."""
     try:
         words = str(answer.json()["error"]["message"])
     except (ValueError, TypeError, KeyError):
@@ -187,7 +187,7 @@ def _refusal(answer: httpx.Response, sampling: Mapping[str, Any]) -> RefusedErro
 
 
 def _spans(headers: httpx.Headers, samples: int) -> list[tuple[tuple[int, int | None], ...]]:
-    """Of each sample of the one prompt. Raises RefusedError: not what rollout-server answers."""
+    """The spans of each sample of the prompt. Raises RefusedError: a header of another server."""
     text = headers.get(_VERSIONS)
     if text is None:
         return [()] * samples

@@ -65,7 +65,7 @@ class TrlRollouts:
         self._logits_dtype: torch.dtype | None = None
 
     def __call__(self, prompts: list[Any], trainer: Any) -> dict[str, list[Any]]:
-        """One completion of each prompt; TRL has repeated those of a group already.
+        """Generate one completion of each prompt; TRL has repeated those of a group already.
 
         Returns:
             ``prompt_ids`` and ``completion_ids``: token ids. ``logprobs``: one per
@@ -179,7 +179,7 @@ def _prompt_ids(prompts: list[Any], trainer: Any) -> list[list[int]]:
     processing, extra = trainer.processing_class, trainer.args.chat_template_kwargs or {}
     if isinstance(prompts[0], str):
         return list(processing(text=prompts)["input_ids"])
-    # Without one, the tokenizer's own.
+    # None: the tokenizer's own template.
     extra = {"chat_template": getattr(trainer, "chat_template", None), **extra}
     settings = {"add_generation_prompt": True, "tokenize": True, "return_dict": True}
     return list(processing.apply_chat_template(prompts, **settings, **extra)["input_ids"])

@@ -130,7 +130,7 @@ def test_window_exception_during_thinning_leaves_thread_alive(
 
         def counted(record: extraction.Record) -> int:
             if threading.current_thread().name == "slipstream-copies":
-                capture._let_go()
+                capture._drop_held()
             return nbytes(record)  # type: ignore[no-any-return]
 
         monkeypatch.setattr(extraction.Record, "nbytes", property(counted))

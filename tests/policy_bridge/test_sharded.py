@@ -229,7 +229,7 @@ def test_logits_scaled_in_place_by_loop_are_not_shipped(given: tuple[str, ...]) 
     windows = Windows(model)
     capture = windows.open(temperature=0.5)
     # As where the weights cannot be read later: the numbers come from the pass's own logits.
-    capture._without_weights = lambda device: True  # type: ignore[method-assign]
+    capture._needs_logits_now = lambda device: True  # type: ignore[method-assign]
     with torch.no_grad(), capture:
         logits = model(data["input_ids"], attention_mask=data["attention_mask"]).logits
         own = picked_logits(logits, data["input_ids"], LogitForm())
@@ -250,7 +250,7 @@ def test_second_lm_head_call_is_not_the_pass() -> None:
     model, data = make_model(), batch((9, 7))
     windows = Windows(model)
     capture = windows.open()
-    capture._without_weights = lambda device: True  # type: ignore[method-assign]
+    capture._needs_logits_now = lambda device: True  # type: ignore[method-assign]
     with torch.no_grad(), capture:
         logits = model(data["input_ids"], attention_mask=data["attention_mask"]).logits
         own = picked_logits(logits, data["input_ids"], LogitForm())
