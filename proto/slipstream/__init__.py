@@ -19,6 +19,6 @@ os.environ.setdefault(_VARIABLE, "0")
 
 _OFF = ("0", "false", "f", "no", "n")
 FORKS_DISTURBED = _READ_BEFORE or os.environ[_VARIABLE].lower() not in _OFF
-"""gRPC's fork handlers are on: the environment asks for them, or gRPC was imported before us."""
+"""True if gRPC's fork handlers are on: the environment wants them, or gRPC was imported first."""
 
 __version__ = "0.1.0"

@@ -30,7 +30,7 @@ WEIGHTS_FILE = "model.safetensors"
 MANIFEST_FILE = "manifest.json"
 VOCABULARY_MAPS = ("d2t", "t2d")
 MIMO = "MiMoForCausalLM"
-"""Among ``architectures``: a model whose configuration transformers does not have."""
+"""An entry of ``architectures``: a model whose configuration transformers does not have."""
 
 DTYPES = {
     "F32": "float32",
@@ -93,7 +93,7 @@ def pickles(directory: Path) -> list[str]:
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """Where the tensors are.
+    """The files that hold a folder's tensors.
 
     Raises:
         RefusedError: no safetensors file is there; or the index is damaged, or names a file that is
@@ -132,7 +132,7 @@ def _indexed_files(directory: Path) -> list[Path]:
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[Any]:
+def _open_safetensors(path: Path) -> Iterator[Any]:
     try:
         with safe_open(path, "pt") as file:
             yield file
@@ -148,7 +148,7 @@ def read_layout(directory: Path) -> dict[str, TensorLayout]:
     """
     layout: dict[str, TensorLayout] = {}
     for path in weight_files(directory):
-        with _opened(path) as file:
+        with _open_safetensors(path) as file:
             for name in file.keys():  # noqa: SIM118 (not a dict: it has no __iter__)
                 tensor = file.get_slice(name)
                 dtype = DTYPES.get(tensor.get_dtype(), tensor.get_dtype())
@@ -164,7 +164,7 @@ def load_tensors(directory: Path, prefix: str | tuple[str, ...] = "") -> dict[st
     """
     tensors: dict[str, Tensor] = {}
     for path in weight_files(directory):
-        with _opened(path) as file:
+        with _open_safetensors(path) as file:
             names = [name for name in file.keys() if name.startswith(prefix)]  # noqa: SIM118
             held = {name: file.get_tensor(name) for name in names}
         twice = sorted(tensors.keys() & held)
@@ -254,13 +254,13 @@ def read_manifest(
     *,
     of_newer: bool,
 ) -> release_pb2.ReleaseManifest:
-    """``manifest.json`` of a release.
+    """Read ``manifest.json`` of a release.
 
     Args:
         directory: the release.
         next_step: of a refusal.
         code: of a refusal.
-        of_newer: also of a newer Slipstream, whose fields are left out.
+        of_newer: also read one of a newer Slipstream, and leave out fields that are unknown here.
 
     Raises:
         RefusedError: missing or unreadable.
@@ -276,6 +276,6 @@ def read_manifest(
 
 
 def write_manifest(directory: Path, manifest: release_pb2.ReleaseManifest) -> None:
-    """The inverse of ``read_manifest``. Raises OSError: the folder cannot be written."""
+    """Write what ``read_manifest`` reads. Raises OSError: the folder cannot be written."""
     text = json_format.MessageToJson(manifest, preserving_proto_field_name=True)
     (directory / MANIFEST_FILE).write_text(text + "\n")

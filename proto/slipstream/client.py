@@ -25,7 +25,7 @@ MAX_MESSAGE_BYTES = 64 << 20
 """Largest message either side takes: one sample of 2048 tokens at 32 KiB each."""
 
 TRAINER = "slipstream-trainer"
-"""Metadata of a trainer's calls to rollout servers: which trainer it is."""
+"""The metadata key that names the trainer in its calls to rollout servers."""
 
 OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
@@ -54,14 +54,14 @@ def split_address(address: str) -> tuple[str, int]:
 
 
 def join_address(host: str, port: int) -> str:
-    """The inverse; an IPv6 address may have its brackets already."""
+    """Undo ``split_address``; an IPv6 address may have its brackets already."""
     return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
 
 
 def channel_options(
     address: str, credentials: ClientCredentials = NONE
 ) -> list[tuple[str, int | str]]:
-    """Of a channel to ``host:port``: ``OPTIONS``, and what follows from these two."""
+    """The options of a channel to ``host:port``: ``OPTIONS``, and what these arguments add."""
     options: list[tuple[str, int | str]] = [*OPTIONS]
     if address.startswith(("127.", "localhost:", "[::1]:")):
         # A proxy that the environment names cannot reach this machine's own addresses.
@@ -93,7 +93,7 @@ def open_channel(
 
 
 class _TokenChannel(grpc.Channel):  # type: ignore[misc]
-    """Sends the token that is in its file when a call begins.
+    """A channel that sends the token that is in its file when a call begins.
 
     Not an interceptor of gRPC's: that one looks a method up in the channel at every call, and on a
     closed channel this ends the process with a segmentation fault. Here it is looked up once.
@@ -135,12 +135,12 @@ class _TokenMethod:
         self._method, self._token = method, token
 
     def __call__(self, request: Any, *, metadata: Any = None, **named: Any) -> Any:
-        return self._method(request, metadata=self._shown(metadata), **named)
+        return self._method(request, metadata=self._with_token(metadata), **named)
 
     def future(self, request: Any, *, metadata: Any = None, **named: Any) -> Any:
-        return self._method.future(request, metadata=self._shown(metadata), **named)
+        return self._method.future(request, metadata=self._with_token(metadata), **named)
 
-    def _shown(self, metadata: Any) -> tuple[tuple[str, str], ...]:
+    def _with_token(self, metadata: Any) -> tuple[tuple[str, str], ...]:
         return (*(metadata or ()), ("authorization", f"Bearer {self._token.now()}"))
 
 

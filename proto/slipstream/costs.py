@@ -30,16 +30,16 @@ class Costs(Protocol):
         """The k that have a cost, ascending, ``OFF`` among them."""
 
     def seconds(self, k: int, batch: float, context: float) -> float:
-        """Of one step of ``batch`` requests with k drafted tokens each and ``context`` tokens of
-        past. Raises RefusedError where no cost is known."""
+        """Seconds of one step of ``batch`` requests, each with k drafted tokens and ``context``
+        tokens of past. Raises RefusedError where no cost is known."""
 
 
 @dataclass(frozen=True)
 class StepTable:
     """Measured steps; linear between the batch sizes that were measured.
 
-    A step of fewer requests than the smallest measured one is taken to cost what that one costs. Of
-    more than the largest nothing is known. The context length is whatever it was while measuring.
+    A step of fewer requests than the smallest measured one is taken to cost what that one costs.
+    Steps of more than the largest are unknown. The context length is that of the measurements.
 
     Attributes:
         points: by draft length, (requests, seconds) ascending in requests.
@@ -49,7 +49,8 @@ class StepTable:
 
     @classmethod
     def of(cls, rows: Iterable[tuple[float, int, float]], noise: float = 0.05) -> StepTable:
-        """From (requests, drafted tokens, seconds), as in ``COLUMNS``: 0 is without speculation.
+        """Make a table of (requests, drafted tokens, seconds), as in ``COLUMNS``: 0 is without
+        speculation.
 
         Args:
             noise: a larger step may be cheaper than a smaller one by this share; it is then taken
@@ -99,7 +100,7 @@ class StepTable:
 
     @classmethod
     def measured(cls, rows: Iterable[tuple[float, int, float, float]]) -> StepTable:
-        """From (requests, k, mean seconds, steps), each pair of requests and k once.
+        """Make a table of (requests, k, mean seconds, steps), each pair of requests and k once.
 
         The costs of each k are the rising ones that are nearest to the measured: neighbours that
         fall are replaced by their mean, weighted by steps, so that a few slow steps of a small
@@ -125,7 +126,7 @@ class StepTable:
 
     @classmethod
     def read(cls, path: Path, noise: float = 0.05) -> StepTable:
-        """From a CSV with the columns ``COLUMNS``. Raises RefusedError."""
+        """Read a CSV file with the columns ``COLUMNS``. Raises RefusedError."""
         try:
             with path.open(newline="", encoding="utf-8") as file:
                 reader = csv.DictReader(file)
@@ -154,8 +155,8 @@ class StepTable:
         return tuple(self.points)
 
     def seconds(self, k: int, batch: float, context: float = 0.0) -> float:
-        """See ``Costs``. However it was timed, vLLM's zero costs at least a step without
-        speculation: it is one in which the draft runs too."""
+        """See ``Costs``. Whatever was measured, vLLM's zero costs at least as much as a step
+        without speculation: it is such a step in which the draft runs too."""
         seconds = self._timed(k, batch)
         return max(seconds, self._timed(OFF, batch)) if k == 0 else seconds
 
@@ -226,12 +227,12 @@ def hardware(name: str) -> Hardware:
 
 @dataclass(frozen=True)
 class ModelShape:
-    """What a step of a model reads and computes, on one accelerator.
+    """The bytes that a step of a model reads, and its operations, on one accelerator.
 
     Attributes:
         dense_bytes: weights that every step reads.
         expert_bytes: weights of all routed experts; a step reads those that its tokens choose.
-        token_flops: operations a token, past aside.
+        token_flops: operations a token, without attention to the past.
         context_flops: operations a token and token of past.
         context_bytes: of KV cache a token of past.
         experts: routed experts a layer; ``experts_per_token`` of them compute a token.
@@ -353,15 +354,15 @@ class Roofline:
     """Steps estimated from a model's shape and an accelerator's data sheet.
 
     A pass takes (memory^q + compute^q)^(1/q) seconds, a maximum with the corner rounded off, and an
-    overhead for each request. The five figures of it are one least-squares fit of log seconds to
-    the A100 tables of arXiv 2606.18967 (three models, 685 cells); a model that is left out of the
-    fit is predicted with a mean error of 6 to 9 % (``benchmarks.plan_published``). The overheads of
+    overhead for each request. Its five figures are one least-squares fit of log seconds to the A100
+    tables of arXiv 2606.18967 (three models, 685 cells); a model that is left out of the fit is
+    predicted with a mean error of 6 to 9 % (``benchmarks.plan_published``). The overheads of
     drafting are a fit to vLLM's pull request 20780. Measured steps need none of this.
 
     Attributes:
-        memory_share, compute_share: of the data sheet's figures that a pass reaches.
+        memory_share, compute_share: shares of the data sheet's figures that a pass reaches.
         corner: q.
-        context_share: of the KV cache's bytes that a pass pays for.
+        context_share: share of the KV cache's bytes that a pass pays for.
         request_seconds: added for each request.
         draft_seconds: added for each draft pass.
         speculative_seconds: added once to a step in which the draft runs.

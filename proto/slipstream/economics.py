@@ -44,7 +44,7 @@ def check_rates(rates: Sequence[float]) -> tuple[float, ...]:
 
 
 def extended(rates: Sequence[float], k: int) -> tuple[float, ...]:
-    """``rates`` for k positions: positions that were never drafted are accepted, once they are
+    """Return ``rates`` for k positions. A position that was never drafted is accepted, once it is
     reached, as often as the last one that was."""
     known = list(rates[:k])
     last = rates[-1] / (rates[-2] if len(rates) > 1 else 1.0) if rates[-1] else 0.0
@@ -59,8 +59,8 @@ def acceptance_length(rates: Sequence[float], k: int) -> float:
 
 
 def scaled(rates: Sequence[float], factor: float) -> tuple[float, ...]:
-    """The rates of a draft whose every conditional acceptance is ``factor`` times as high, at most
-    1: how a better or a staler draft is written."""
+    """The rates of a better or staler draft: every conditional acceptance is ``factor`` times as
+    high, at most 1."""
     reached, before, result = 1.0, 1.0, []
     for rate in rates:
         conditional = rate / before if before else 0.0

@@ -25,22 +25,23 @@ logger = logging.getLogger(__name__)
 METADATA_KEY = "slipstream-refusal-bin"
 
 MAX_TEXT_BYTES = 448
-"""Of one text on the wire. gRPC takes 8 KiB of trailers, the texts twice in them and escaped; a
-larger refusal arrives as RESOURCE_EXHAUSTED without its text."""
+"""The bound on one text on the wire. gRPC takes 8 KiB of trailers, which hold the texts twice and
+escaped; a larger refusal arrives as RESOURCE_EXHAUSTED without its text."""
 
 LOG_SECONDS = 60.0
-"""Between two lines about refusals of one kind."""
+"""The least time between two log lines about refusals of one kind."""
 
 StatusCode = grpc.StatusCode
 """Re-exported for code that names a status and uses nothing else of gRPC."""
 
 
 def clean(text: str, limit: int = MAX_TEXT_BYTES) -> str:
-    """Text of another process as one line of printable characters.
+    """Return a text of another process as one line of printable characters.
 
     Args:
         text: as it was received.
-        limit: bytes of the result in UTF-8, at least 64. A longer text is cut, and its length said.
+        limit: bytes of the result in UTF-8, at least 64. A longer text is cut, and its length
+            appended.
     """
     start = text[:limit]
     if not start.isprintable():
@@ -72,7 +73,7 @@ class RefusedError(Exception):
         )
 
     def __reduce__(self) -> tuple[type, tuple[object, ...]]:
-        """Survive a process boundary inside vLLM's own worker RPC."""
+        """Pickle all five arguments: vLLM's worker RPC carries these errors between processes."""
         return type(self), (self.field, self.found, self.expected, self.next_step, self.code)
 
     def to_proto(self) -> release_pb2.Refusal:
@@ -101,7 +102,7 @@ class RefusedError(Exception):
 def missing_package(
     error: ModuleNotFoundError, extras: Mapping[str, str], extra: str
 ) -> RefusedError:
-    """What a console says in the place of a traceback where an extra was not installed.
+    """The refusal that a console shows, without a traceback, if an extra was not installed.
 
     Args:
         error: of the import.
@@ -142,7 +143,7 @@ def refused_from(error: grpc.RpcError) -> RefusedError | None:
 
 
 def failure_text(error: grpc.RpcError) -> str:
-    """Why a call failed, as one line: the refusal, or gRPC's status and the other side's text."""
+    """The failure of a call in one line: the refusal, or gRPC's status and the peer's text."""
     refusal = refused_from(error)
     if refusal is not None:
         return str(refusal)
@@ -155,7 +156,7 @@ def failure_text(error: grpc.RpcError) -> str:
 class Refusals:
     """Counts what a server refused, and logs each kind at most once a minute. Thread-safe.
 
-    A kind is a method and a status, or a reason: what a client writes makes no new ones.
+    A kind is a method and a status, or a reason: nothing that a client writes makes a new kind.
 
     Attributes:
         by_method: refused calls, by method and gRPC status.
@@ -170,22 +171,22 @@ class Refusals:
         self._logged: dict[tuple[str, str], tuple[float, int]] = {}
 
     def note(self, method: str, code: grpc.StatusCode, text: str) -> None:
-        """A call was refused; ``text`` may hold what the client wrote."""
+        """Count a refused call; ``text`` may hold what the client wrote."""
         kind = (method.rpartition("/")[2], code.name)
         with self._lock:
             self.by_method[kind] += 1
             self._log(kind, "{} refused ({})".format(*kind), self.by_method[kind], text)
 
     def denied(self, reason: str, peer: str, text: str) -> None:
-        """``peer`` may not do what it asked for."""
+        """Count a call of a ``peer`` that may not do what it asked for."""
         with self._lock:
             self.by_reason[reason] += 1
             self._log(("", reason), f"refused {peer}", self.by_reason[reason], text)
 
     def _log(self, kind: tuple[str, str], what: str, count: int, text: str) -> None:
         now = self._clock()
-        last, told = self._logged.get(kind, (now - LOG_SECONDS, 0))
+        last, logged = self._logged.get(kind, (now - LOG_SECONDS, 0))
         if now - last >= LOG_SECONDS:
             self._logged[kind] = (now, count)
-            # repr: a line break in it would forge a line of the log.
-            logger.warning("%s, %d since the last line: %r", what, count - told, text)
+            # repr: a line break in the text would forge a line of the log.
+            logger.warning("%s, %d since the last line: %r", what, count - logged, text)

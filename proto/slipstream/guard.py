@@ -32,7 +32,7 @@ CHUNK_MESSAGE_BYTES = CHUNK_BYTES + (1 << 20)
 """Largest request that carries a chunk, or names the tensors that will come."""
 
 MAX_SILENT_CALLS = 1024
-"""Calls whose first request has not come yet."""
+"""The most calls whose first request has not come yet."""
 
 REFLECTION_SECONDS = 60.0
 
@@ -41,13 +41,13 @@ _PEERS = 4096
 
 @dataclass(frozen=True)
 class Limit:
-    """What one method may cost.
+    """The bounds on the calls of one method.
 
     Attributes:
-        calls: in progress at a time.
-        message_bytes: of one request, serialized.
-        call_seconds: within which all requests must have come and all answers been read; None: only
-            the first request has a deadline, and the reading of each answer.
+        calls: most calls in progress at a time.
+        message_bytes: most bytes of one request, serialized.
+        call_seconds: time in which all requests must have come and all answers been read; None:
+            only the first request has a deadline, and the reading of each answer.
         parse: bytes to a request, where it is not the method's own message.
     """
 
@@ -64,13 +64,14 @@ COMMON_LIMITS: Mapping[str, Limit] = {
 
 @dataclass(frozen=True)
 class Unreadable:
-    """In place of a request that cannot be read."""
+    """A stand-in for a request that cannot be read."""
 
     refusal: RefusedError
 
 
 def reader(parse: Callable[[bytes], Any], method: str, most: int) -> Callable[[bytes], Any]:
-    """``parse`` that answers ``Unreadable`` where gRPC would log a stack trace and say INTERNAL."""
+    """Wrap ``parse`` to return ``Unreadable`` where gRPC would log a stack trace and answer
+    INTERNAL."""
     field = f"{_short(method)} request"
 
     def read(data: bytes) -> Any:
@@ -90,9 +91,8 @@ def reader(parse: Callable[[bytes], Any], method: str, most: int) -> Callable[[b
 
 
 class CallRate:
-    """Bounds the calls of one connection: a client in an endless loop leaves time for the others.
-
-    Two seconds' worth may come at once.
+    """Bounds the calls of each connection, so that a client in an endless loop leaves time for
+    others. Two seconds' worth may come at once.
     """
 
     def __init__(self, per_second: float, clock: Callable[[], float] = time.monotonic) -> None:
@@ -101,7 +101,7 @@ class CallRate:
         self._left: OrderedDict[str, tuple[float, float]] = OrderedDict()
 
     def spend(self, peer: str) -> None:
-        """One more call. Raises RefusedError: too many."""
+        """Count one more call. Raises RefusedError: too many."""
         most, now = 2 * self._rate, self._clock()
         left, then = self._left.pop(peer, (most, now))
         left = min(most, left + (now - then) * self._rate)
@@ -115,11 +115,11 @@ class CallRate:
 
 
 class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
-    """Stands before every call of a server; owns the bounds on what clients can hold.
+    """An interceptor of every call of a server; owns the bounds on what clients can hold.
 
-    Every method is registered as one that takes and answers streams, and its handler as a
-    coroutine: only so can the first request have a deadline, an unreadable one be refused by name,
-    and a slow reader be timed out.
+    Every method is registered as one of streams, with a coroutine as its handler: only so can the
+    first request have a deadline, an unreadable one be refused by name, and a slow reader be timed
+    out.
     """
 
     def __init__(
@@ -200,7 +200,7 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
             async with deadline:
                 first = await self.first(requests)
                 if handler.request_streaming:
-                    # Work in a thread outlives its cancelled call while it has requests to read.
+                    # Work in a thread outlives its cancelled call while it still reads requests.
                     given: Any = _readable(first, requests, self._seconds, deadline.when())
                 elif first is None:
                     raise RefusedError("request", "none", "one", "send it before ending the call")
@@ -221,7 +221,7 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
             raise silent(limit.call_seconds) from None
 
     async def first(self, requests: AsyncIterator[T]) -> T | None:
-        """The first request of a call; None where it ended without one.
+        """Wait for the first request of a call; None if the call ended without one.
 
         Raises RefusedError: it did not come in time, or too many calls are silent and this is the
         oldest of them.
@@ -245,7 +245,7 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
 
     @contextlib.contextmanager
     def place(self, method: str, most: int) -> Iterator[None]:
-        """A place among the calls of a method. Raises RefusedError: ``most`` are in progress."""
+        """Take a place among the calls of a method. Raises RefusedError: ``most`` are running."""
         if self._calls[method] >= most:
             code = StatusCode.RESOURCE_EXHAUSTED
             found = f"{most} calls of {_short(method)} in progress"
@@ -258,14 +258,14 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
 
 
 def readable(item: Any) -> Any:
-    """A request. Raises RefusedError for one that could not be read."""
+    """Return a request. Raises RefusedError for one that could not be read."""
     if isinstance(item, Unreadable):
         raise item.refusal
     return item
 
 
 def silent(seconds: float) -> RefusedError:
-    """The refusal of a client that leaves a call open and sends or reads nothing, or too little."""
+    """The refusal of a client that leaves a call open and sends or reads nothing, or too slowly."""
     found = f"a call whose next message did not come in {seconds:g} s"
     expected, code = "messages without pauses", StatusCode.DEADLINE_EXCEEDED
     return RefusedError("server.message_timeout_s", found, expected, "call again", code)
@@ -292,9 +292,9 @@ async def _next(requests: AsyncIterator[T]) -> T | None:
 async def _readable(
     first: Any, requests: AsyncIterator[Any], seconds: float, until: float | None
 ) -> AsyncGenerator[Any, None]:
-    """The requests; a message may take ``seconds``, all of them until ``until`` of the loop's time.
+    """Yield the requests; one may take ``seconds``, and all must come by ``until``, in loop time.
 
-    A call without such an end may be silent.
+    If ``until`` is None, a call may be silent for any time.
     """
     clock = asyncio.get_running_loop().time
     item = first
@@ -310,7 +310,7 @@ async def _readable(
 def _authorization(details: grpc.HandlerCallDetails) -> str | None:
     metadata = details.invocation_metadata or ()
     found = [value for key, value in metadata if key == "authorization"]
-    # Of several none counts: one of them was added on the way.
+    # If there are several, none counts: one of them was added on the way.
     return found[0] if len(found) == 1 else (" " if found else None)
 
 

@@ -19,7 +19,7 @@ def local_folder(name: str | Path, field: str, base: Path | None = None) -> Path
     Args:
         name: a folder, which wins where it exists, or a name on the hub.
         field: named in a refusal.
-        base: what a relative folder is below; the working directory if None.
+        base: the folder that a relative path starts from; the working directory if None.
 
     Raises:
         RefusedError: it looks like a name on the hub, and cannot be fetched.
@@ -59,7 +59,7 @@ def check_folder(directory: Path) -> None:
 
 
 def read_json(path: Path, next_step: str, expected: str = "a JSON object") -> dict[str, Any]:
-    """The object in a JSON file, as in a model's config.json. Raises RefusedError: it is none."""
+    """Read the object in a JSON file such as config.json. Raises RefusedError: there is none."""
     try:
         document = json.loads(path.read_text())
     except (OSError, ValueError, RecursionError) as error:

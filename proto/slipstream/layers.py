@@ -12,7 +12,7 @@ from itertools import pairwise
 from slipstream.errors import RefusedError
 
 AUX_LAYERS = "eagle_aux_hidden_state_layer_ids"
-"""In a draft's config.json, at top level: its auxiliary layers."""
+"""The top-level key of a draft's config.json for its auxiliary layers."""
 
 
 def default_aux_layers(num_hidden_layers: int) -> tuple[int, ...]:
@@ -50,10 +50,10 @@ def choose_aux_layers(num_hidden_layers: int) -> tuple[int, ...]:
 def check_layers(
     ids: object, field: str, next_step: str, first: int = 0, last: int | None = None
 ) -> tuple[int, ...]:
-    """Layer numbers of a file or an option, in whatever convention it has.
+    """Check layer numbers from a file or an option, in whatever convention it has.
 
     Args:
-        ids: to be a list of at least one.
+        ids: should be a list of at least one.
         field: named in a refusal.
         next_step: of a refusal.
         first: the lowest that there is.
@@ -76,7 +76,7 @@ def check_layers(
 
 
 def ambiguous_layers(where: str, nested: object) -> RefusedError:
-    """What is raised for layers in ``eagle_config`` alone, where nothing says what they mean.
+    """The refusal of layers in ``eagle_config`` alone, where nothing says what they mean.
 
     Frameworks that write them there count the outputs of layers from 0. vLLM's V1 runner reads them
     as "after L layers", and its V2 runner does not read them. One layer off, a draft is trained and

@@ -17,11 +17,12 @@ from prometheus_client.registry import Collector
 import slipstream
 
 COMMIT_FILE = "_commit"
-"""Written into a wheel by the build hook."""
+"""The file that the build hook writes into a wheel."""
 
 T = TypeVar("T")
 Value = float | None | Mapping[Any, float | None]
-"""Of a fact; with one label a mapping of its values, with several of tuples of them."""
+"""The value of a fact. With one label, a mapping from the label's values; with several, from
+tuples of them."""
 
 
 def code_version() -> str:
@@ -35,7 +36,7 @@ def code_version() -> str:
 
 
 def unit_of(name: str) -> str:
-    """ "seconds" or "bytes" where a metric's name ends so; else empty."""
+    """The unit of a metric whose name ends in "seconds" or "bytes"; else empty."""
     last = name.rpartition("_")[2]
     return last if last in ("seconds", "bytes") else ""
 

@@ -31,7 +31,7 @@ from slipstream.v1 import draft_trainer_pb2 as pb
 
 ALIGNMENT = 64
 STATE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-"""Of hidden states."""
+"""The dtypes that hidden states may have."""
 
 TENSORS = (
     *("token_ids", "positions", "segment_ids", "loss_mask"),
@@ -42,7 +42,7 @@ TENSORS = (
 
 @dataclass(frozen=True)
 class Layout:
-    """Where everything is in a block.
+    """The offsets of everything in a block.
 
     Attributes:
         tokens: T.
@@ -74,7 +74,7 @@ class Layout:
 
     @cached_property
     def nbytes(self) -> int:
-        """Of the block."""
+        """Size of the block in bytes."""
         return _up(self.final_at + self.tokens * self.hidden_size * self.dtype.itemsize)
 
 
@@ -149,7 +149,7 @@ class Sample:
         segment_ids: torch.Tensor | None = None,
         dtype: torch.dtype | None = None,
     ) -> Sample:
-        """A sample in a block of its own, with copies of these tensors.
+        """Make a sample in a block of its own, with copies of these tensors.
 
         Args:
             sample_id, policy_version, temperature, aux_layers: see ``header_of``.
@@ -188,7 +188,7 @@ class Sample:
         return sample
 
     def repacked(self, **changes: Any) -> Sample:
-        """A copy with some arguments of ``pack`` changed."""
+        """Return a copy with some arguments of ``pack`` changed."""
         arguments: dict[str, Any] = {
             "sample_id": self.sample_id,
             "policy_version": self.policy_version,
@@ -220,30 +220,30 @@ class Sample:
 
     @property
     def sampling(self) -> pb.SamplingParameters:
-        """What the rollout was sampled with, beside ``temperature``; empty: nothing else."""
+        """The sampling parameters of the rollout, beside ``temperature``; empty: none."""
         return self.header.sampling
 
     @property
     def on_policy(self) -> bool:
-        """Whether the policy version that made the states also sampled the tokens."""
+        """True if the policy version that made the states also sampled the tokens."""
         header = self.header
         known = header.HasField("rollout_policy_version")
         return not known or header.rollout_policy_version == header.policy_version
 
     @property
     def logits_dtype(self) -> torch.dtype:
-        """In which the policy has its logits; see ``slipstream.sampling``."""
+        """The dtype of the policy's own logits; see ``slipstream.sampling``."""
         wire = self.header.logits_dtype
         return dtype_from_wire(wire, "logits_dtype") if wire else torch.float32
 
     @cached_property
     def layout(self) -> Layout:
-        """Where everything is in the block."""
+        """The offsets of everything in the block."""
         return layout_in(self.header)
 
     @property
     def tokens(self) -> int:
-        """T."""
+        """T, the number of tokens."""
         return self.header.packed.tokens
 
     @property
@@ -304,12 +304,12 @@ class Sample:
 
     @cached_property
     def group(self) -> str:
-        """What the samples of one prompt share, in hexadecimal digits.
+        """The id that the samples of one prompt share, in hexadecimal digits.
 
         GRPO draws many completions of one prompt. A head that has trained on some of them knows
         the others, so they are held out together and are not independent evidence. Where the
-        header does not name the prompt it is the tokens before the first of the loss mask, and a
-        window that begins inside a completion is a group of its own.
+        header does not name the prompt, it is taken to be the tokens before the first one in the
+        loss mask, and a window that begins inside a completion is a group of its own.
         """
         if self.header.prompt:
             return self.header.prompt.hex()
@@ -331,12 +331,12 @@ class Sample:
 
 
 def prompt_hash(token_ids: torch.Tensor) -> bytes:
-    """By which a prompt is recognised, 16 bytes; integers [n] on the CPU."""
+    """The hash that identifies a prompt, 16 bytes; integers [n] on the CPU."""
     return hashlib.blake2b(token_ids.long().numpy().tobytes(), digest_size=16).digest()
 
 
 def is_held_out(group: str, fraction: float) -> bool:
-    """Whether samples of this group are held out of training: a hash of it below ``fraction``.
+    """Return whether samples of this group are held out: its hash is below ``fraction``.
 
     It follows from the prompt alone, so a restart, a second trainer or a replayed stream never
     moves a sample from the held-out share into training.

@@ -1,11 +1,11 @@
-"""A policy's logits, and what its rollouts were sampled with: alike in bridge and trainer.
+"""A policy's logits and its rollouts' sampling parameters, the same in bridge and trainer.
 
 Logits are computed from final hidden states h:
 
     y = soft_cap * tanh(scale * (W h + b) / soft_cap)
 
-Each operation is rounded to the dtype in which the policy has its logits: log Z, which the policy
-computed of rounded logits, and a teacher of exact ones are not one distribution.
+Each operation is rounded to the dtype of the policy's own logits: the policy computed log Z from
+rounded logits, and exact ones with that log Z would not be a distribution.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from slipstream.v1 import draft_trainer_pb2 as pb
 
 @dataclass(frozen=True)
 class LogitForm:
-    """What a policy does to the output of its lm_head.
+    """The function that a policy applies to the output of its lm_head.
 
     Attributes:
         scale: a factor, > 0.
@@ -34,17 +34,17 @@ class LogitForm:
     soft_cap: float = 0.0
 
     def __str__(self) -> str:
-        """As a formula of lm_head's output."""
+        """Return the formula of the logits."""
         made = "(h W^T + b)" if self.scale == 1.0 else f"{self.scale:g} (h W^T + b)"
         return f"{self.soft_cap:g} tanh({made} / {self.soft_cap:g})" if self.soft_cap else made
 
     @classmethod
     def of(cls, spec: pb.PolicySpec) -> LogitForm:
-        """As OpenRun announces it."""
+        """Read the form that OpenRun announces."""
         return cls(spec.logit_scale or 1.0, spec.logit_soft_cap)
 
     def apply(self, logits: Tensor) -> Tensor:
-        """The policy's logits of its lm_head's output; any shape and dtype, which stay."""
+        """Turn lm_head's output into the policy's logits, keeping its shape and dtype."""
         if self.scale != 1.0:
             logits = logits * self.scale
         if self.soft_cap:
@@ -52,8 +52,8 @@ class LogitForm:
         return logits
 
 
-MOST_BIASED = 256
-"""Tokens in a ``logit_bias``."""
+MAX_BIASED = 256
+"""The most tokens in a ``logit_bias``."""
 
 _LEAST = 1e-6  # of what must be above 0
 _RANGES = {
@@ -68,7 +68,7 @@ SAMPLING = (*_RANGES, "top_k", "logit_bias")
 
 
 def sampling_of(values: Mapping[str, object]) -> pb.SamplingParameters:
-    """Checked sampling parameters, by vLLM's names; None and absent change nothing.
+    """Check sampling parameters, by vLLM's names; None and absent change nothing.
 
     Raises:
         RefusedError: an unknown name, or a value that vLLM refuses.
@@ -112,8 +112,8 @@ def check_sampling(sampling: pb.SamplingParameters, vocab_size: int = 1 << 31) -
             expected = f"a number within [{least:g}, {most:g}]"
             raise RefusedError(f"sampling.{field.name}", value, expected, "send the rollout's")
     bias = sampling.logit_bias
-    if len(bias) > MOST_BIASED or not all(
+    if len(bias) > MAX_BIASED or not all(
         0 <= token < vocab_size and math.isfinite(value) for token, value in bias.items()
     ):
-        expected = f"finite numbers for at most {MOST_BIASED} tokens below {vocab_size}"
+        expected = f"finite numbers for at most {MAX_BIASED} tokens below {vocab_size}"
         raise RefusedError("sampling.logit_bias", f"{len(bias)} of them", expected, "send those")

@@ -25,7 +25,7 @@ from slipstream.tls import Followed, OptionName, TlsFiles, TlsPaths, read_ca, re
 
 
 class Role(StrEnum):
-    """What a token or a certificate opens."""
+    """A role that a token or a certificate gives its holder."""
 
     FEED = "feed"
     OBSERVE = "observe"
@@ -38,7 +38,7 @@ GRANTS: Mapping[Role, frozenset[Role]] = {
     Role.OBSERVE: frozenset({Role.OBSERVE}),
     Role.OPERATE: frozenset({Role.OPERATE, Role.OBSERVE}),
 }
-"""What the holder of a role may do: calls of these roles."""
+"""The roles whose calls the holder of a role may make."""
 
 
 def _methods(service: str, **names: str) -> dict[str, Role]:
@@ -61,13 +61,13 @@ METHODS: Mapping[str, Role | None] = {
         observe="Fetch GetState WatchAcceptance",
         operate="Stage Pull Commit Abort RollBack SetSpeculation Expect",
     ),
-    # Probes have no credentials, and what they learn is whether a port serves.
+    # Probes have no credentials, and learn no more than whether a port serves.
     "/grpc.health.v1.Health/Check": None,
     "/grpc.health.v1.Health/Watch": None,
     "/grpc.health.v1.Health/List": None,
     "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": Role.OBSERVE,
 }
-"""Role by full method name; None is open to everybody. What is not here is open to nobody."""
+"""The role of each method by its full name; None: open to all. Others are open to nobody."""
 
 
 def roles_granted(roles: frozenset[Role]) -> frozenset[Role]:
@@ -82,11 +82,11 @@ _MAKE_ONE = "make one with: openssl rand -hex 32"
 
 
 def read_tokens(path: Path, field: str) -> tuple[bytes, ...]:
-    """The tokens in a file, one a line; empty lines and those that begin with # are left out.
+    """Read the tokens in a file, one a line; empty lines and those that begin with # are skipped.
 
     Raises:
-        RefusedError: the file cannot be read, is everybody's, or a line is no token. The text
-            names the line and nothing of what is in it.
+        RefusedError: the file cannot be read, everybody may read it, or a line is no token. The
+            text gives the line's number and nothing of its content.
     """
     lines = [line.strip() for line in read_file(path, field, secret=True).splitlines()]
     tokens = [(n, line) for n, line in enumerate(lines, 1) if line and not line.startswith(b"#")]
@@ -111,10 +111,10 @@ def read_tokens(path: Path, field: str) -> tuple[bytes, ...]:
 
 
 class TokenFiles:
-    """Which roles a token opens. Thread-safe; only hashes of the tokens are kept.
+    """The roles of tokens, by the files that list them. Thread-safe; keeps only hashes of tokens.
 
-    The files' content of this instant counts: a token is revoked by removing its line, or the file.
-    A file that cannot be used opens nothing until it is mended.
+    The files' present content counts: a token is revoked by removing its line, or the file. A file
+    that cannot be used gives no role until it is mended.
 
     Raises:
         RefusedError: a file cannot be used, or holds no token.
@@ -131,7 +131,7 @@ class TokenFiles:
         return bool(self._digests)
 
     def roles_of(self, token: bytes) -> frozenset[Role]:
-        """The roles in whose files ``token`` is. Takes as long for every token of a length."""
+        """The roles in whose files ``token`` is, found in equal time for all tokens of a length."""
         presented = hashlib.sha256(token).digest()
         found: set[Role] = set()
         for role, digests in self._digests:
@@ -152,10 +152,10 @@ def _digests_in(path: Path, field: str) -> Followed[tuple[bytes, ...]]:
 
 
 ANY_NAME = "*"
-"""Every certificate of the CA."""
+"""The name that stands for every certificate of the CA."""
 
 REASONS = ("no_credentials", "unknown_token", "unknown_certificate", "role", "tls")
-"""Why a call was refused; ``tls`` is a handshake with the HTTP server that failed."""
+"""The reasons for refusing a call; ``tls`` is a failed handshake with the HTTP server."""
 
 _GIVE_ONE = (
     "give a token (draft-trainer: --token-file; PolicyBridge: trainer_credentials or "
@@ -165,14 +165,14 @@ _GIVE_ONE = (
 
 
 class Denied(NamedTuple):
-    """Why a call may not be made (``REASONS``), and what its caller is told."""
+    """The denial of a call: its reason (one of ``REASONS``) and the error for its caller."""
 
     reason: str
     error: RefusedError
 
 
 class Access:
-    """What a server asks of its callers, and what it refused. Thread-safe."""
+    """A server's check of its callers, and the count of those refused. Thread-safe."""
 
     def __init__(
         self, tls: TlsFiles | None, tokens: TokenFiles, names: Mapping[Role, Collection[str]]
@@ -184,12 +184,12 @@ class Access:
 
     @property
     def anonymous(self) -> bool:
-        """Whether everybody may do everything."""
+        """True if everybody may do everything."""
         return not self._tokens and not self._names
 
     @property
     def open(self) -> bool:
-        """Whether a client needs neither a credential nor a CA."""
+        """True if a client needs neither a credential nor a CA."""
         return self.anonymous and self.tls is None
 
     def judge(
@@ -199,7 +199,7 @@ class Access:
         names: Collection[str] = (),
         peer: str = "",
     ) -> Denied | None:
-        """None if ``peer`` may make a call that needs ``role``; a denial is counted and logged."""
+        """Return None if ``peer`` may make a call that needs ``role``; else count and log it."""
         if self.anonymous and role is not None:
             return None
         token = bearer(authorization)
@@ -252,15 +252,15 @@ def open_access(
     allow_plaintext: bool = False,
     allow_anonymous: bool = False,
 ) -> Access:
-    """What a server's configuration asks of callers, every file read and checked.
+    """Make the check that a server's configuration asks for, with every file read and checked.
 
     Args:
-        name: from a parameter to what the user calls it.
+        name: from a parameter to the user's name for it.
         host: where the server listens.
 
     Raises:
-        RefusedError: a file cannot be used, an option is given without what it needs, or ``host``
-            is not loopback and there is no TLS or nothing is asked of callers.
+        RefusedError: a file cannot be used, an option is given without another that it needs, or
+            ``host`` is not loopback and there is no TLS or callers need no credentials.
     """
     named = next((f"{role}_names" for role in Role if names.get(role)), None)
     _check_given_together(
@@ -306,7 +306,7 @@ def _check_given_together(
 
 
 def is_loopback(host: str) -> bool:
-    """Whether an address, or every address of a name, stays on this machine."""
+    """Return whether an address, or every address of a name, stays on this machine."""
     host = host.removeprefix("[").removesuffix("]")
     try:
         return ipaddress.ip_address(host.partition("%")[0]).is_loopback
@@ -322,10 +322,10 @@ def is_loopback(host: str) -> bool:
 
 @dataclass(frozen=True)
 class ClientCredentials:
-    """What a client shows, and how it knows the server: files, never their content.
+    """The files by which a client identifies itself and knows the server; never their content.
 
-    All empty: plain text and no token, as on loopback. The token is followed when its file changes,
-    certificates are not.
+    All empty: plain text and no token, as on loopback. The token's file is read again when it
+    changes, certificates are not.
 
     Attributes:
         ca: PEM of the CA that signed the server's certificate; turns TLS on.
@@ -378,7 +378,7 @@ class ClientCredentials:
         )
 
     def tls(self, prefix: str = "") -> grpc.ChannelCredentials | None:
-        """What to connect with; None for plain text. Raises RefusedError: a file is unusable."""
+        """The channel's credentials; None for plain text. Raises RefusedError: an unusable file."""
         if self.ca is None:
             return None
         if self.certificate is None or self.key is None:
@@ -388,7 +388,10 @@ class ClientCredentials:
         return grpc.ssl_channel_credentials(pem.ca, pem.key, pem.certificate)
 
     def token(self, prefix: str = "") -> Followed[str] | None:
-        """The file's first token, followed; None without a file. Raises RefusedError: unusable."""
+        """The file's first token, reread when that changes; None without a file.
+
+        Raises RefusedError: the file is unusable.
+        """
         path, option = self.token_file, _named(prefix, "token_file")
         if path is None:
             return None

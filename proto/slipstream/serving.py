@@ -40,7 +40,7 @@ from slipstream.security import Access
 T = TypeVar("T")
 
 MAX_CALLS = 4096
-"""Calls in progress at a time, those included that sent nothing yet."""
+"""The most calls in progress at a time, those included that sent nothing yet."""
 
 _START_SECONDS = 60.0
 
@@ -49,12 +49,12 @@ def _not_a_client_that_left(record: logging.LogRecord) -> bool:
     return not record.getMessage().startswith("ExecuteBatchError raised in core")
 
 
-# gRPC logs a stack trace where a client leaves while it is answered; that is no error of a handler.
+# gRPC logs a stack trace when a client leaves while it is answered; that is no handler's error.
 logging.getLogger("grpc._cython.cygrpc").addFilter(_not_a_client_that_left)
 
 SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
     *OPTIONS,
-    # Of one connection: the calls of a client that opens them in a loop wait on its own side.
+    # Per connection: a client that opens calls in a loop has them wait on its own side.
     ("grpc.max_concurrent_streams", 128),
     # A connection that never speaks HTTP/2 is closed, and so is one without calls for long.
     ("grpc.server_handshake_timeout_ms", 10_000),
@@ -71,16 +71,16 @@ SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
 
 
 def server_options(keepalive_s: float) -> tuple[tuple[str, int], ...]:
-    """``SERVER_OPTIONS`` with another pause between pings.
+    """Return ``SERVER_OPTIONS`` with another pause between pings.
 
-    A client that is gone without a word is noticed after one and a half such pauses.
+    A client that vanished is noticed after one and a half such pauses.
     """
     others = {
         "grpc.keepalive_time_ms": round(1000 * keepalive_s),
         "grpc.keepalive_timeout_ms": round(500 * keepalive_s),
         "grpc.http2.ping_timeout_ms": round(500 * keepalive_s),
     }
-    # Each once: of an option that is given twice gRPC takes the first.
+    # Each once: gRPC takes the first of an option that is given twice.
     return tuple({**dict(SERVER_OPTIONS), **others}.items())
 
 
@@ -92,7 +92,7 @@ class Workers:
         self._free = asyncio.Semaphore(threads)
 
     async def run(self, work: Callable[..., T], *args: Any) -> T:
-        """What ``work(*args)`` returns or raises, computed on one of the threads.
+        """Return or raise what ``work(*args)`` does, computed on one of the threads.
 
         A cancelled caller goes on only when the work has ended: it may use what the caller holds.
         """
@@ -108,11 +108,12 @@ class Workers:
                     done.exception()
                 raise
             finally:
-                # Its exception's traceback leads here: the two would wait for the cyclic collector.
+                # Its exception's traceback refers to this frame: both would wait for the cyclic
+                # collector.
                 del done
 
     async def iterate(self, generator: Generator[T, None, None]) -> AsyncGenerator[T, None]:
-        """A generator's items, each computed on one of the threads."""
+        """Yield a generator's items, each computed on one of the threads."""
         try:
             while (item := await self.run(next, generator, None)) is not None:
                 yield item
@@ -125,7 +126,10 @@ class Workers:
 
 
 def blocking(requests: AsyncIterator[T], seconds: float) -> Iterator[T]:
-    """A call's requests for a worker's thread; TimeoutError after ``seconds`` without one."""
+    """Iterate over a call's requests in a worker's thread.
+
+    Raises TimeoutError: ``seconds`` without one.
+    """
     loop = asyncio.get_running_loop()
 
     async def receive() -> T | None:
@@ -150,7 +154,7 @@ def header_of(request: Any) -> Any:
 
 
 def wrong_kind(expected: str, found: str | None) -> RefusedError:
-    """A request that is not what comes now."""
+    """The refusal of a request that is not the one expected now."""
     return RefusedError(
         "kind", found or "nothing", expected, "send the header first, and only once"
     )
@@ -190,7 +194,7 @@ class Health(health_pb2_grpc.HealthServicer):
         self._serving = dict.fromkeys(names, False)
 
     def set(self, name: str, serving: bool) -> None:
-        """Only on the server's event loop."""
+        """Set a service's health. Call it only on the server's event loop."""
         self._serving[name] = serving
 
     async def Check(self, request: Any, context: Any) -> Any:  # noqa: N802 (gRPC's name)
@@ -213,8 +217,8 @@ class GrpcServer:
     """A ``grpc.aio`` server with health and reflection. Made and used on one event loop.
 
     Attributes:
-        grpc: to register the service with.
-        health: nothing is serving yet.
+        grpc: the server to register the service with.
+        health: at first, nothing is serving.
     """
 
     def __init__(
@@ -260,7 +264,7 @@ class GrpcServer:
         return join_address(host, found)
 
     def set_serving(self, serving: bool) -> None:
-        """Health of the process and of its service."""
+        """Set the health of the process and of its service."""
         for name in self._names:
             self.health.set(name, serving)
 
@@ -271,7 +275,7 @@ class GrpcServer:
 
 
 TIMEOUT = 5.0
-"""Seconds within which a live service answers."""
+"""The seconds in which a live service answers."""
 
 
 def stop_signals() -> Callable[[], bool]:
@@ -287,7 +291,7 @@ def stop_signals() -> Callable[[], bool]:
 
 
 def serving(channel: grpc.Channel, service: str = "") -> bool:
-    """Whether it says SERVING. ``service`` empty: the process as a whole.
+    """Return whether a service answers SERVING. ``service`` empty: the process as a whole.
 
     Raises grpc.RpcError: it does not answer, or knows no such service.
     """
@@ -297,7 +301,7 @@ def serving(channel: grpc.Channel, service: str = "") -> bool:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns 0 only if it serves; 1, and what is the matter on stderr, if not."""
+    """Return 0 only if it serves; else 1, and say on stderr what is the matter."""
     parser = argparse.ArgumentParser(
         prog="python -m slipstream.serving", description="Asks a service for its gRPC health."
     )

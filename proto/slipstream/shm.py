@@ -40,7 +40,7 @@ class MemoryLostError(RefusedError):
 
     @classmethod
     def of(cls, found: str, expected: str) -> MemoryLostError:
-        """What was found, and what was expected."""
+        """Make the error from what was found and what was expected."""
         advice = f"look for what truncates files there, or enlarge the volume; {_INLINE}"
         return cls("shared_memory", found, expected, advice, StatusCode.DATA_LOSS)
 
@@ -63,7 +63,7 @@ class SharedFile:
 
     @classmethod
     def create(cls, directory: Path, nbytes: int) -> SharedFile:
-        """A new file, locked while this process lives; memory is taken as it is written.
+        """Create a file, locked while this process lives; memory is taken as it is written.
 
         Raises RefusedError: no such directory, or less free in it than ``nbytes``.
         """
@@ -90,7 +90,7 @@ class SharedFile:
 
     @classmethod
     def anonymous(cls, nbytes: int) -> SharedFile:
-        """Memory without a name, for samples that go inline."""
+        """Create memory without a name, for samples that go inline."""
         if hasattr(os, "memfd_create"):
             descriptor = os.memfd_create("slipstream-samples", os.MFD_CLOEXEC)
         else:
@@ -101,7 +101,7 @@ class SharedFile:
 
     @classmethod
     def open(cls, directory: Path, name: str, nbytes: int, nonce: bytes) -> SharedFile:
-        """The file that a client names, to be read.
+        """Open the file that a client names, to read it.
 
         Raises RefusedError: it is not there, or it is not the client's.
         """
@@ -187,7 +187,7 @@ class SharedFile:
 
 
 def remove_stale(directory: Path) -> list[str]:
-    """Remove files whose bridge is dead, by the lock that it no longer holds; their names."""
+    """Remove files of dead bridges, which no longer hold their locks; returns their names."""
     removed = []
     for path in directory.glob("slipstream-samples-*"):
         if not _NAME.fullmatch(path.name):
@@ -195,7 +195,7 @@ def remove_stale(directory: Path) -> list[str]:
         try:
             descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
         except OSError:
-            # Removed in the meantime, or another user's.
+            # Removed meanwhile, or another user's.
             continue
         try:
             found = os.fstat(descriptor)
@@ -225,7 +225,7 @@ class FreeList:
         self._by_size: list[tuple[int, int]] = []
 
     def take(self, size: int) -> int | None:
-        """The start of ``size`` bytes that are free no more; None where no part is as large."""
+        """Take ``size`` bytes, and return their start; None if no free part is as large."""
         index = bisect_left(self._by_size, (size, 0))
         if index == len(self._by_size):
             return None
@@ -236,7 +236,7 @@ class FreeList:
         return start
 
     def give(self, start: int, size: int) -> None:
-        """Make [start, start + size) free, of which nothing is."""
+        """Make [start, start + size) free, no part of which may be free already."""
         if (before := self._starts.get(start)) is not None:
             length = self._sizes[before]
             self._remove(before, length)

@@ -39,8 +39,8 @@ _DTYPES: dict[torch.dtype, tensor_pb2.DType] = {
 }
 _TORCH_DTYPES: dict[int, torch.dtype] = {value: key for key, value in _DTYPES.items()}
 
-# As signed integers +inf and the positive NaNs are the largest values of a float's format, as
-# unsigned integers -inf and the negative NaNs are: two maxima tell exactly.
+# Read as signed integers, +inf and the positive NaNs are the largest values of a float's format;
+# read as unsigned ones, -inf and the negative NaNs are. Two maxima tell exactly.
 _INFINITY: dict[torch.dtype, tuple[type, int, type, int]] = {
     torch.bfloat16: (np.int16, 0x7F80, np.uint16, 0xFF80),
     torch.float16: (np.int16, 0x7C00, np.uint16, 0xFC00),
@@ -75,7 +75,7 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
 
 
 def from_bytes(data: bytearray, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-    """A tensor over ``data`` (no copy); ``len(data)`` must already be right."""
+    """Make a tensor over ``data``, without a copy; ``len(data)`` must be right."""
     if not data:
         return torch.empty(shape, dtype=dtype, device="cpu")
     return torch.frombuffer(data, dtype=torch.uint8).view(dtype).reshape(shape)
@@ -87,12 +87,12 @@ def digest(tensor: torch.Tensor) -> bytes:
 
 
 def checksum_of(block: Bytes) -> int:
-    """XXH3 of uint8 [n], 64 bits, seed 0; like ``all_finite`` without the interpreter's lock."""
+    """XXH3 of uint8 [n], 64 bits, seed 0; runs without the interpreter's lock."""
     return xxh3_64_intdigest(block)  # type: ignore[arg-type]
 
 
 def all_finite(data: Bytes, dtype: torch.dtype) -> bool:
-    """Whether bytes, read as ``dtype``, hold neither NaN nor infinity. Exact.
+    """Return whether bytes, read as ``dtype``, hold neither NaN nor infinity. Exact.
 
     Args:
         data: uint8 [n * itemsize], contiguous.
@@ -115,7 +115,7 @@ def spec_of(name: str, tensor: torch.Tensor) -> tensor_pb2.TensorSpec:
 
 
 def chunks_of(tensors: Mapping[str, torch.Tensor]) -> Iterator[tensor_pb2.TensorChunk]:
-    """All tensors as chunks of at most ``CHUNK_BYTES``, one tensor after the other."""
+    """Yield all tensors as chunks of at most ``CHUNK_BYTES``, one tensor after the other."""
     for name, tensor in tensors.items():
         data = bytes_of(tensor)
         for offset in range(0, len(data), CHUNK_BYTES):
@@ -220,28 +220,28 @@ def check_schema(found: int, whose: str, upgrade: str) -> None:
 
 
 def release_digest(tensors: Iterable[tuple[str, str]]) -> bytes:
-    """SHA-256 over (name, SHA-256 hex of the bytes) of every tensor, in the order of names."""
+    """SHA-256 over (name, SHA-256 of the bytes in hex) of every tensor, ordered by name."""
     lines = (f"{name}\0{sha256}\n" for name, sha256 in sorted(tensors))
     return hashlib.sha256("".join(lines).encode()).digest()
 
 
 def digest_of_specs(specs: Iterable[tensor_pb2.TensorSpec]) -> bytes:
-    """The same, of a manifest's tensors."""
+    """The ``release_digest`` of a manifest's tensors."""
     return release_digest((spec.name, spec.sha256.hex()) for spec in specs)
 
 
 _PAYLOAD = pb.StreamStatesRequest.PAYLOAD_FIELD_NUMBER
 _CHUNK = pb.AnnouncePolicyRequest.CHUNK_FIELD_NUMBER
 _CHUNK_DATA = tensor_pb2.TensorChunk.DATA_FIELD_NUMBER
-# Wire types of protobuf's encoding; the bytes of those with a fixed length.
+# Wire types of protobuf's encoding, the last with the bytes of those of a fixed length.
 _VARINT, _LENGTH_DELIMITED, _FIXED_BYTES = 0, 2, {1: 8, 5: 4}
 
-# What a client may make the reader do for a message of 64 MiB: millions of fields of two bytes took
-# a minute, and a batch of empty samples gigabytes.
-_MOST_FIELDS = 16
-_MOST_BATCH_BYTES = 1 << 20
+# Bounds on the work that a client's message of 64 MiB causes: reading millions of fields of two
+# bytes took a minute, and a batch of empty samples took gigabytes.
+_MAX_FIELDS = 16
+_MAX_BATCH_BYTES = 1 << 20
 PIECE_BYTES = 1 << 20
-"""About the payload of a message, where a sample's is longer."""
+"""The approximate payload of a message where a sample is longer than that."""
 
 
 @dataclass(frozen=True)
@@ -251,7 +251,7 @@ class Framed:
     Attributes:
         request: everything but the payload.
         payload: uint8 [n], read-only.
-        nbytes: of the serialized message, as credits count them.
+        nbytes: bytes of the serialized message, as credits count them.
         ahead: payloads that came ahead of it, in messages of their own.
     """
 
@@ -261,7 +261,7 @@ class Framed:
     ahead: tuple[Bytes, ...] = ()
 
     def behind(self, ahead: Sequence[Framed]) -> Framed:
-        """With the messages that came ahead of it."""
+        """Add the messages that came ahead of this one."""
         if not ahead:
             return self
         nbytes = self.nbytes + sum(framed.nbytes for framed in ahead)
@@ -269,24 +269,24 @@ class Framed:
 
 
 Parts = list["bytes | Bytes"]
-"""Of a serialized message, to be joined: the payload among them is not copied yet."""
+"""The parts of a serialized message, to be joined: the payload among them is not copied yet."""
 
 
 def frame(request: pb.StreamStatesRequest, payload: Sequence[Bytes] = ()) -> bytes:
-    """``request`` serialized, with a payload that is copied once."""
+    """Serialize ``request`` with a payload that is copied once."""
     return b"".join(_parts(request, payload))  # type: ignore[arg-type]
 
 
 def frames(request: pb.StreamStatesRequest, payload: Sequence[Bytes]) -> Iterator[Parts]:
-    """The messages of ``request``: one, or where the payload is long pieces of it ahead of that.
+    """Yield the messages of ``request``: one, after pieces of the payload if that is long.
 
-    gRPC copies a message several times and takes fresh memory for each copy; in pieces that a
-    processor's cache holds a byte costs a third of what it does in a message of 32 MiB.
+    gRPC copies a message several times and takes fresh memory for each copy; in pieces that fit
+    into a processor's cache, a byte costs a third of what it does in a message of 32 MiB.
     """
     length = sum(map(len, payload))
     count = round(length / PIECE_BYTES)
     if count > 1:
-        # Evenly: a message costs as much for a few bytes that were left over.
+        # Even pieces: a message of a few left-over bytes would cost as much.
         step = -(-length // count)
         *ahead, last = [
             piece[start : start + step] for piece in payload for start in range(0, len(piece), step)
@@ -298,18 +298,18 @@ def frames(request: pb.StreamStatesRequest, payload: Sequence[Bytes]) -> Iterato
 
 
 def frame_chunk(name: str, offset: int, data: memoryview) -> bytes:
-    """An AnnouncePolicyRequest with a chunk of a tensor, whose data is copied once."""
+    """Serialize an AnnouncePolicyRequest with a chunk of a tensor, whose data is copied once."""
     chunk = tensor_pb2.TensorChunk(name=name, offset=offset).SerializeToString()
     chunk += _field(_CHUNK_DATA, len(data))
     return b"".join((_field(_CHUNK, len(chunk) + len(data)), chunk, data))
 
 
 def unframe(data: bytes) -> Framed:
-    """The inverse of ``frame``, for any order of fields.
+    """Read what ``frame`` wrote, in any order of fields.
 
     Raises:
         google.protobuf.message.DecodeError: not a StreamStatesRequest.
-        RefusedError: more fields than it has, or a batch that describes too much.
+        RefusedError: more fields than one has, or a batch that describes too much.
     """
     at = fields = described = 0
     payload = np.empty(0, dtype=np.uint8)
@@ -317,10 +317,10 @@ def unframe(data: bytes) -> Framed:
     while at < len(data):
         begin = at
         fields += 1
-        if fields > _MOST_FIELDS:
+        if fields > _MAX_FIELDS:
             raise RefusedError(
                 "request",
-                f"over {_MOST_FIELDS} fields",
+                f"over {_MAX_FIELDS} fields",
                 "a StreamStatesRequest",
                 "send one at a time",
             )
@@ -329,7 +329,7 @@ def unframe(data: bytes) -> Framed:
         if tag & 7 == _LENGTH_DELIMITED:
             length, at = _read_varint(data, at)
         elif tag & 7 == _VARINT:
-            # The others are fields of a later revision, which protobuf skips.
+            # Varints and fixed lengths are fields of a later revision, which protobuf skips.
             _, at = _read_varint(data, at)
         elif tag & 7 in _FIXED_BYTES:
             length = _FIXED_BYTES[tag & 7]
@@ -341,11 +341,11 @@ def unframe(data: bytes) -> Framed:
             rest.append(data[begin : at + length])
             described += len(rest[-1])
         at += length
-        if described > _MOST_BATCH_BYTES:
+        if described > _MAX_BATCH_BYTES:
             raise RefusedError(
                 "batch",
                 f"{described} bytes",
-                f"at most {_MOST_BATCH_BYTES} bytes",
+                f"at most {_MAX_BATCH_BYTES} bytes",
                 "put the states into the payload or the file, or send smaller batches",
                 StatusCode.RESOURCE_EXHAUSTED,
             )
@@ -375,7 +375,7 @@ def _varint(value: int) -> bytes:
 
 
 def _read_varint(data: bytes, at: int) -> tuple[int, int]:
-    """The number, and where it ends; a cut one ends at the end, for protobuf to refuse."""
+    """The number, and where it ends; one that is cut off ends the data, for protobuf to refuse."""
     value = shift = 0
     while at < len(data) and shift < 64:
         byte = data[at]

@@ -21,24 +21,24 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 MAX_FILE_BYTES = 1 << 20
-"""Of one token or certificate file."""
+"""The most bytes of a token or certificate file."""
 
 _OTHERS = 0o007
 
 
 def read_file(path: Path, field: str, *, secret: bool) -> bytes:
-    """A certificate's, key's or token's file.
+    """Read a file of a certificate, a key or tokens.
 
     Args:
         path: a regular file; a FIFO, a device or a directory is refused at once.
         field: the option that names it, for the refusal.
-        secret: only its owner and group may read it.
+        secret: refuse it unless only its owner and group may read it.
 
     Raises:
         RefusedError: the file cannot be used; never with its content.
     """
     try:
-        # Non-blocking: opening a FIFO that no process writes to waits without it.
+        # Non-blocking: otherwise opening a FIFO that no process writes to would wait.
         with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
             mode = os.fstat(file.fileno()).st_mode
             if not stat.S_ISREG(mode):
@@ -65,11 +65,11 @@ def _unusable(path: Path, field: str, why: str) -> RefusedError:
 
 
 class Followed(Generic[T]):
-    """What ``read`` makes of some files, made again when one of them changed. Thread-safe.
+    """The value that ``read`` makes of some files, made again when one of them changes.
 
-    Checked at every use instead of by a thread: a stat takes microseconds. Links are followed, as
-    Kubernetes replaces a secret's. Files that cannot be used are read again at every use: the cause
-    may be outside them, as a clock that is behind or a lack of descriptors.
+    Thread-safe. Checked at every use instead of by a thread: a stat takes microseconds. Links are
+    followed: Kubernetes updates a secret by replacing one. Files that cannot be used are read again
+    at every use: the cause may be outside them, such as a slow clock or a lack of descriptors.
 
     Args:
         paths: of the files.
@@ -88,7 +88,7 @@ class Followed(Generic[T]):
         self._when_bad = when_bad
         self._lock = threading.Lock()
         self._stamp = [_stamp(path) for path in paths]
-        self._told: object = None
+        self._logged: object = None
         self._value = read()
 
     def now(self) -> T:
@@ -97,18 +97,18 @@ class Followed(Generic[T]):
             # Before reading: a file that changes meanwhile is seen by the next use.
             stamp = [_stamp(path) for path in self._paths]
             if stamp != self._stamp:
-                told, self._told = self._told, None
+                logged, self._logged = self._logged, None
                 try:
                     self._value = self._read()
                     self._stamp = stamp
                     logger.info("reread %s", ", ".join(map(str, self._paths)))
                 except RefusedError as error:
-                    self._stamp, self._told = [], (stamp, str(error))
+                    self._stamp, self._logged = [], (stamp, str(error))
                     kept = "The previous contents stay in use until then"
                     if self._when_bad is not None:
                         self._value = self._when_bad
                         kept = "Nothing from it is accepted until then"
-                    if told != self._told:
+                    if logged != self._logged:
                         logger.error("%s. %s", error, kept)
             return self._value
 
@@ -122,18 +122,19 @@ def _stamp(path: Path) -> tuple[int, int, int, int] | None:
 
 
 OptionName = Callable[[str], str]
-"""From ``certificate`` to what the user calls it: ``access.certificate``, ``--certificate``."""
+"""A function from ``certificate`` to the user's name for it: ``access.certificate``,
+``--certificate``."""
 
 
 class TlsPaths(NamedTuple):
-    """PEM files."""
+    """The paths of PEM files."""
 
     certificate: Path
     key: Path
     ca: Path | None = None
 
     def read(self, name: OptionName, ca_name: str, *, server: bool) -> Pem:
-        """Their content, checked. Raises RefusedError."""
+        """Read and check their content. Raises RefusedError."""
         ca = None if self.ca is None else read_ca(self.ca, name(ca_name))
         certificate = read_file(self.certificate, name("certificate"), secret=False)
         key = read_file(self.key, name("key"), secret=True)
@@ -143,7 +144,7 @@ class TlsPaths(NamedTuple):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Pem:
-    """What was in the files; not for any log."""
+    """The content of the files; never to be logged."""
 
     certificate: bytes
     key: bytes
@@ -174,7 +175,7 @@ class TlsFiles:
         self._pem = Followed([path for path in paths if path is not None], read)
 
     def grpc_credentials(self) -> grpc.ServerCredentials:
-        """For ``add_secure_port``; later changes of the files are followed."""
+        """The credentials for ``add_secure_port``; later changes of the files are followed."""
         served, _ = self._pem.now()
 
         def configuration(pem: Pem) -> grpc.ServerCertificateConfiguration:
@@ -191,12 +192,12 @@ class TlsFiles:
         )
 
     def context(self) -> ssl.SSLContext:
-        """For one connection to an HTTP server."""
+        """The context for one connection to an HTTP server."""
         return self._pem.now()[1]
 
 
 def read_ca(path: Path, field: str) -> bytes:
-    """The certificates of a CA. Raises RefusedError: not a file, or no certificates in it."""
+    """Read the certificates of a CA. Raises RefusedError: no file, or no certificates in it."""
     data = read_file(path, field, secret=False)
     try:
         text = data.decode("ascii", "replace")
@@ -209,9 +210,9 @@ def read_ca(path: Path, field: str) -> bytes:
 
 
 def _check_pair(paths: TlsPaths, name: OptionName, *, server: bool) -> None:
-    """Whether a certificate can be used now, found by a handshake of it with itself in memory.
+    """Check that a certificate can be used now, by a handshake with itself in memory.
 
-    gRPC takes an expired certificate, or one with another's key, and fails at every connection.
+    gRPC takes an expired certificate, or one with another's key, and then fails every connection.
 
     Raises:
         RefusedError: naming the file and what is wrong.
