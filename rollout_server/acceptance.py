@@ -26,18 +26,18 @@ from slipstream.v1 import rollout_server_pb2 as pb
 
 KEPT_VERSIONS = 64
 
-LEAST_DRAFTS = 50
-"""Tries of a position below which its acceptance is not known."""
+MIN_DRAFTS = 50
+"""The fewest tries of a position for its acceptance to be known."""
 
 KEPT_DRAFTS = 2000.0
 """Drafts over which older acceptance fades to 1/e."""
 
 
 def tried(drafts: int, draft_tokens: int, accepted: Sequence[int]) -> list[int]:
-    """Of one engine step, how many drafts had a token at each position, where vLLM does not say.
+    """Estimate, for one engine step, how many drafts had a token at each position.
 
-    All are of one length but those of requests that end, and what was accepted was tried. Wrong
-    where a grammar drops drafted tokens.
+    For a vLLM that does not say. Drafts are of one length but for those of requests that end, and
+    what was accepted was tried. Wrong where a grammar drops drafted tokens.
     """
     return [
         max(count, min(drafts, max(0, draft_tokens - place * drafts)))
@@ -71,7 +71,7 @@ class RecentAcceptance:
         first was not."""
         rates: list[float] = []
         for tried, accepted in zip(self._tried, self._accepted, strict=True):
-            if tried < LEAST_DRAFTS:
+            if tried < MIN_DRAFTS:
                 break
             rates.append(min(accepted / tried, rates[-1] if rates else 1.0))
         return tuple(rates) or None
@@ -83,10 +83,10 @@ Pair = tuple[int, int | None]
 
 @dataclass
 class _Boundaries:
-    """Which pair the reports of one engine core belong to.
+    """The pairs that the reports of one engine core belong to.
 
     Attributes:
-        pair: of the next report; None before the first.
+        pair: that of the next report; None before the first.
         seen: verification steps in the reports so far.
         ahead: (verification steps before it, pair), ascending; still to come.
     """
@@ -114,13 +114,13 @@ class AcceptanceTracker:
     Owned by the API server's event loop.
 
     Attributes:
-        recent: of the live draft, since its commit.
-        engine_seconds: that an engine core has taken steps, when they were last asked.
+        recent: acceptance of the live draft, since its commit.
+        engine_seconds: time that an engine core has spent in steps, when last asked.
         speed_up: of generation over no speculation in the last minute; None while unknown.
-        all: every version since the start, including those that are forgotten.
+        all: counters of every version since the start, including those that are forgotten.
         live: version that proposes; None before ``start``.
         spans: which policy version sampled the tokens of requests.
-        changed: set, and replaced by another, at the next ``wake``.
+        changed: event that the next ``wake`` sets and replaces.
     """
 
     def __init__(self) -> None:
@@ -137,15 +137,15 @@ class AcceptanceTracker:
         self.changed = asyncio.Event()
 
     def start(self, version: int) -> None:
-        """The version that drafts from the first step on."""
+        """Begin with the version that drafts from the first step on."""
         self.live = version
         self._started = (version, self.spans.version)
         for boundaries in self._engines.values():
             boundaries.pair = self._started
 
     def switch(self, version: int, steps_before: Sequence[int]) -> None:
-        """Another draft is live; the first ``steps_before`` steps of each engine core do not
-        belong to it."""
+        """Count for another draft, which is live now, but for the first ``steps_before`` steps of
+        each engine core."""
         self.live = version
         self.recent = RecentAcceptance()
         self._switch((version, self.spans.version), steps_before)
@@ -153,7 +153,7 @@ class AcceptanceTracker:
     def switch_policy(
         self, version: int, steps_before: Sequence[int], requests: Mapping[str, int]
     ) -> None:
-        """Another policy is live; ``requests``: see ``PolicySpans.commit``."""
+        """Count for another policy, which is live now; ``requests``: see ``PolicySpans.commit``."""
         self.spans.commit(version, requests)
         if self.live is not None:
             self._switch((self.live, version), steps_before)
@@ -172,7 +172,7 @@ class AcceptanceTracker:
         engine: int = 0,
         tries: Sequence[int] | None = None,
     ) -> None:
-        """One step's counts (vLLM's ``SpecDecodingStats``) of an engine core.
+        """Add one step's counts (vLLM's ``SpecDecodingStats``) of an engine core.
 
         ``tries``: how many drafts had a token at each position; None: estimated (``tried``).
 
@@ -186,7 +186,7 @@ class AcceptanceTracker:
             tries = tried(drafts, draft_tokens, per_position)
         if version == self.live:
             self.recent.add(drafts, tries, per_position)
-        kept = [self._of(version), self.all]
+        kept = [self._of_version(version), self.all]
         if policy is not None:
             kept.append(self._of_pair(pair))
         for counters in kept:
@@ -198,22 +198,22 @@ class AcceptanceTracker:
         self.wake()
 
     def generated(self, tokens: int) -> None:
-        """One engine step's tokens, while ``live`` is live, whether it proposed or not."""
+        """Add one engine step's tokens, while ``live`` is live, whether it proposed or not."""
         self.all.generated_tokens += tokens
         if self.live is not None:
-            self._of(self.live).generated_tokens += tokens
+            self._of_version(self.live).generated_tokens += tokens
 
     def counters(self) -> dict[int, pb.AcceptanceCounters]:
-        """By version, for the most recent versions that have drafted."""
+        """The counters of the most recent versions that have drafted, by version."""
         return {v: c for v, c in self._counters.copy().items() if c.drafts}
 
     def pairs(self) -> list[pb.AcceptanceCounters]:
-        """By pair of draft and policy version, for the most recent pairs that have drafted."""
+        """The counters of the most recent pairs of draft and policy version that have drafted."""
         return list(self._pairs.copy().values())
 
     def exposed(self) -> dict[int, pb.AcceptanceCounters]:
-        """By version, with ``live`` always among them: a series must not begin with its first
-        draft."""
+        """The counters by version, ``live`` always among them: a series must not begin with its
+        first draft."""
         live = (
             {} if self.live is None else {self.live: pb.AcceptanceCounters(draft_version=self.live)}
         )
@@ -222,7 +222,7 @@ class AcceptanceTracker:
     def _boundaries(self, engine: int) -> _Boundaries:
         return self._engines.setdefault(engine, _Boundaries(self._started))
 
-    def _of(self, version: int) -> pb.AcceptanceCounters:
+    def _of_version(self, version: int) -> pb.AcceptanceCounters:
         fresh = pb.AcceptanceCounters(draft_version=version)
         counters = self._counters.setdefault(version, fresh)
         self._counters.move_to_end(version)
@@ -240,20 +240,20 @@ class AcceptanceTracker:
         return counters
 
     def wake(self) -> None:
-        """A state or counter changed that watchers report."""
+        """Wake watchers: a state or counter that they report has changed."""
         self.changed.set()
         self.changed = asyncio.Event()
 
 
 class AcceptanceGuard:
-    """Looks for a live draft of which nothing is accepted.
+    """Finds out whether nothing of the live draft is accepted.
 
-    Judges windows of verification steps of one draft version and one commit. Fewer steps say
-    nothing: no drafts yet is no number.
+    Judges windows of verification steps of one draft version and one commit. Fewer steps than a
+    window say nothing.
     """
 
     MIN_ACCEPTED = 0.005
-    """Accepted tokens per step under which acceptance length reads 1.00."""
+    """The accepted tokens per step below which the acceptance length reads 1.00."""
 
     def __init__(self, tracker: AcceptanceTracker, min_drafts: int) -> None:
         self._tracker = tracker
@@ -263,7 +263,7 @@ class AcceptanceGuard:
         self._found = ""
 
     def check(self, version: int, commits: int) -> str:
-        """Empty, or why the live draft is not to be trusted."""
+        """Return why the live draft is not to be trusted; empty if it is."""
         counters = self._tracker.counters().get(version, pb.AcceptanceCounters())
         now = (counters.drafts, counters.accepted_tokens)
         if self._window != (version, commits):

@@ -1,4 +1,4 @@
-"""What Slipstream adds to vLLM's API server: the control plane, and a stat logger that feeds it."""
+"""Additions to vLLM's API server: the control plane, and a stat logger that feeds it."""
 
 from __future__ import annotations
 
@@ -57,10 +57,10 @@ _NOT_LOADED = (
     "rotary_emb.cos_cached",
     "rotary_emb.sin_cached",
 )
-"""Ends of the names of buffers in older checkpoints that vLLM's loaders drop."""
+"""The suffixes of buffers in older checkpoints that vLLM's loaders drop."""
 
 _CALIBRATION_SECONDS = 120.0
-"""Deadline of one batch of the calibration."""
+"""The deadline of one batch of the calibration."""
 
 
 class ControlPlaneEndpoint:
@@ -70,7 +70,7 @@ class ControlPlaneEndpoint:
     required_tasks: Any = ("generate",)
 
     def attach_router(self, app: Any) -> None:
-        """A header of completions: the control plane has its own port."""
+        """Add a header of completions; the control plane has its own port."""
         app.add_middleware(PolicyVersions, spans=API.tracker.spans)
 
     async def init_state(self, engine_client: Any, state: Any, args: Any) -> None:
@@ -114,7 +114,7 @@ async def _start(settings: Settings, engine: VllmEngine, state: Any, args: Any) 
         return bool(getattr(getattr(state, "server", None), "started", False))
 
     def announce() -> None:
-        # Past sys.stdout: vLLM prefixes every line of it with the process name.
+        # Not by sys.stdout: vLLM prefixes every line of it with the process name.
         line = (
             f"rollout-server ready: openai=http://{join_address(args.host, args.port)} "
             f"control={join_address(settings.control_host, server.port)}\n"
@@ -210,7 +210,7 @@ def refuse_short_draft(runner: str, config: Any) -> None:
 
 
 def _load(client: Any) -> Callable[[int, int], Awaitable[None]]:
-    """Runs N requests of M tokens each in vLLM's engine."""
+    """Return a function that runs N requests of M tokens each in vLLM's engine."""
     from vllm import SamplingParams
 
     async def run(requests: int, tokens: int) -> None:
@@ -237,7 +237,7 @@ async def control_plane(
     tracker: AcceptanceTracker,
     committed: Committed,
 ) -> tuple[RolloutControl, RolloutService]:
-    """State and gRPC service over a running engine, with the first draft in the store.
+    """Make state and gRPC service over a running engine, with the first draft in the store.
 
     Raises RefusedError: draft and verifier share memory, or a checkpoint cannot be used.
     """
@@ -308,9 +308,9 @@ def _stage_first_draft(
 def _expected_policy(
     layout: Layout, description: Description, served: Served, config: Mapping[str, Any]
 ) -> Expected:
-    """All of the checkpoint but what a training loop does not have: its MTP head, old buffers.
+    """Expect all of the checkpoint but what a training loop lacks: its MTP head, old buffers.
 
-    The policy's model in vLLM does not load them if they come as well.
+    These are optional: the policy's model in vLLM does not load them.
     """
     head = {name: tensor for name, tensor in layout.items() if SERVED["mtp"].has(name, config)}
     policy = {name: tensor for name, tensor in layout.items() if name not in head}
@@ -327,7 +327,8 @@ def _expected_policy(
 
 
 def _of_the_policy(description: Description, served: Served) -> dict[str, str]:
-    """Names of a draft's tensors that are the policy's own in the workers' memory, by module."""
+    """The names of a draft's tensors that are the policy's own in the workers' memory, and the
+    module of each."""
     return {
         f"{module}.weight": module
         for module in served.follows_policy
@@ -353,7 +354,7 @@ def _expected_draft(draft: Weights, description: Description, served: Served) ->
 
 
 def _tied(tensors: dict[str, Any], one_matrix: bool) -> str:
-    """Name of the embeddings where lm_head is that matrix: its own name leaves the tensors.
+    """Return the name of the embeddings if lm_head is that matrix, and drop lm_head's own name.
 
     Args:
         tensors: of a checkpoint, which may have the matrix under one name or both.
@@ -391,7 +392,7 @@ def __getattr__(name: str) -> Any:
         def record(
             self, scheduler_stats: Any, iteration_stats: Any, *rest: Any, **named: Any
         ) -> None:
-            """One engine step. Called in the API server's event loop."""
+            """Record one engine step. Called in the API server's event loop."""
             if self._tracker is None or scheduler_stats is None:
                 return
             stats = scheduler_stats.spec_decoding_stats
@@ -402,14 +403,14 @@ def __getattr__(name: str) -> Any:
                     stats.num_accepted_tokens,
                     stats.num_accepted_tokens_per_pos,
                     self._engine,
-                    # Not a name that vLLM has to have.
+                    # Not every vLLM has this name.
                     getattr(stats, "num_draft_tokens_per_pos", None),
                 )
             if iteration_stats is not None:
                 self._tracker.generated(iteration_stats.num_generation_tokens)
 
         def log_engine_initialized(self) -> None:
-            """Required by vLLM; nothing to log."""
+            """Log nothing; vLLM requires the method."""
 
     globals()[name] = AcceptanceStatLogger
     return AcceptanceStatLogger

@@ -60,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"rollout-server: {refused}{cpu}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        # vLLM turns a SIGTERM during start-up into this; its processes are gone.
+        # vLLM turns a SIGTERM during start-up into this; its processes have ended.
         return 130
 
 

@@ -21,47 +21,47 @@ from slipstream.costs import OFF, StepTable
 from slipstream.economics import acceptance_length
 
 KEPT_STEPS = 200.0
-"""Steps over which an older cost fades to 1/e."""
+"""The steps over which an older cost fades to 1/e."""
 
 MARGIN = 0.02
-"""Gain in speed below which lengths stay as they are."""
+"""The gain in speed below which lengths stay as they are."""
 
-RETRY_SECONDS, RETRY_MOST_SECONDS = 30.0, 240.0
-"""After so many seconds of engine steps without drafts they are tried again: only drafts show
-whether they pay. The time doubles with each try of one draft, up to the second, because a try may
-cost the prefix cache (``SchedulerSwitch.too_much_undrafted``)."""
+RETRY_SECONDS, MAX_RETRY_SECONDS = 30.0, 240.0
+"""The seconds of engine steps without drafts after which they are tried again, because only drafts
+show whether they pay. The time doubles with each try of one draft, up to the second figure, because
+a try may cost the prefix cache (``SchedulerSwitch.too_much_undrafted``)."""
 
 REFRESH_SECONDS = 60.0
-"""Age of a cost, in seconds of engine steps, beyond which it is measured again: contexts grow, and
-others use the machine. In a pause between rollouts nothing could be measured."""
+"""The age of a cost beyond which it is measured again: contexts grow, and others use the machine.
+Counted in seconds of engine steps, because in a pause nothing can be measured."""
 
-LATELY_SECONDS = 10.0
-"""Age of a cost, in seconds of engine steps, beyond which lengths do not change for it before it is
-measured again. What is in use is timed under the load of now. A cost of the calibration, with no
-context and no requests to answer, or of another minute would look low beside it."""
+RECENT_SECONDS = 10.0
+"""The age of a cost, in seconds of engine steps, beyond which lengths do not change for it until it
+is measured again. Lengths in use are timed under the present load. A cost from the calibration,
+with no context and no requests to answer, or from another minute, would look low beside them."""
 
 REFRESH_STEPS = 6
-"""About so many steps are taken for it, and no fewer than fit into ``REFRESH_LEAST_SECONDS``."""
+"""The steps taken to measure a cost again, if they last ``MIN_REFRESH_SECONDS``; else more."""
 
-REFRESH_LEAST_SECONDS = 0.2
+MIN_REFRESH_SECONDS = 0.2
 
 CALIBRATION_STEPS = 6
-"""At least, of each draft length and number of requests, before the server is ready."""
+"""The fewest steps of each draft length and number of requests before the server is ready."""
 
 logger = logging.getLogger(__name__)
 
 
 def lengths_to_choose(longest: int) -> tuple[int, ...]:
-    """All up to 3, odd ones and the longest beyond: CUDA graphs are captured for each."""
+    """All lengths up to 3, then odd ones and the longest: CUDA graphs are captured for each."""
     return tuple(k for k in range(1, longest + 1) if k <= 3 or k % 2 or k == longest)
 
 
 def launch_schedule(lengths: Sequence[int]) -> list[list[int]]:
-    """``num_speculative_tokens_per_batch_size`` that names 0 and every length, so that vLLM
-    captures CUDA graphs for each. What is drafted is decided later.
+    """Return a ``num_speculative_tokens_per_batch_size`` that names 0 and every length, so that
+    vLLM captures CUDA graphs for each. The lengths to draft are chosen later.
 
-    vLLM cuts it at ``--max-num-seqs``, and captures a length up to the largest batch that it is
-    named for: the longest is the first, which is never cut, and that of all larger batches.
+    vLLM cuts the schedule at ``--max-num-seqs``, and captures a length up to the largest batch that
+    it is named for: the longest comes first, which is never cut, and again for all larger batches.
     """
     longest = lengths[-1]
     named = [[n, n, k] for n, k in enumerate((longest, 0, *lengths[:-1]), 1)]
@@ -69,7 +69,7 @@ def launch_schedule(lengths: Sequence[int]) -> list[list[int]]:
 
 
 def sizes_to_measure(largest: int) -> list[int]:
-    """1, 4, 16, 64 and so on, and the largest batch."""
+    """Return 1, 4, 16, 64 and so on, and the largest batch."""
     return sorted({min(4**power, largest) for power in range(8)})
 
 
@@ -105,7 +105,7 @@ class LengthChooser:
             served: whether their batch sizes are those of users.
 
         Returns:
-            seconds of the slowest of these steps, by draft length.
+            The seconds of the slowest of these steps, by draft length.
         """
         fresh: list[tuple[int, int, int, float]] = []
         for (kind, requests, length), total in sums.items():
@@ -129,7 +129,7 @@ class LengthChooser:
         }
 
     def choose(self, rates: Sequence[float] | None) -> None:
-        """Make ``table`` the best one; while acceptance or a cost is unknown it stays."""
+        """Make ``table`` the best one; it stays while acceptance or a cost is unknown."""
         costs = self._table()
         if rates is None or not self._work or not {OFF, *self.lengths} <= set(costs.points):
             return
@@ -155,17 +155,17 @@ class LengthChooser:
             fastest = max(speeds, key=lambda k: speeds[k])
             now = fastest if self.table is None else self.table[requests]
             best.append(now if speeds[now] >= speeds[fastest] * (1 - MARGIN) else fastest)
-        # What is in use now has the margin on its side.
+        # A change must gain the margin over what is in use now.
         on, off = seconds(best), seconds(None)
         on *= 1 - MARGIN if self.table else 1
         off *= 1 if self.table else 1 - MARGIN
-        # Lengths of 0 at every size in use cost at least a step without drafts, whatever was timed.
+        # Lengths of 0 at all sizes in use cost at least a step without drafts, whatever was timed.
         drafts = any(best[min(n, self.largest)] for n in self._work)
         self.table = best if drafts and on <= off else None
         self.speed_up = seconds(None) / seconds(self.table)
 
     def in_use(self) -> set[int]:
-        """Lengths that ``table`` has for the recent numbers of requests."""
+        """The lengths that ``table`` has for the recent numbers of requests."""
         if self.table is None:
             return {OFF}
         return {self.table[min(n, self.largest)] for n in self._work}
@@ -206,15 +206,15 @@ class LengthControl:
         self._live: list[int] | None = chooser.table
         self._version = tracker.live
         self._off_since, self._retry_after = 0.0, RETRY_SECONDS
-        # The calibration says nothing of the load of now.
+        # The calibration says nothing about the present load.
         self._timed = dict.fromkeys((OFF, 0, *chooser.lengths), -math.inf)
         self._tried = dict(self._timed)
 
     async def update(self, sums: StepSums) -> float | None:
-        """With the newest measurements.
+        """Choose by the newest measurements, and put the table into effect.
 
         Returns:
-            the chooser's speed-up: by the lengths in use at each batch size.
+            The chooser's speed-up: by the lengths in use at each batch size.
 
         Raises:
             RefusedError: the engine did not answer.
@@ -227,48 +227,48 @@ class LengthControl:
             self._version, self._retry_after = self._tracker.live, RETRY_SECONDS
             chooser.try_again()
         elif chooser.table is None and now - self._off_since > self._retry_after:
-            self._retry_after = min(2 * self._retry_after, RETRY_MOST_SECONDS)
+            self._retry_after = min(2 * self._retry_after, MAX_RETRY_SECONDS)
             chooser.try_again()
         else:
             before = chooser.table, chooser.speed_up
             chooser.choose(rates)
             # Not while drafting is off: every try of a draft may cost the prefix cache.
             if steps and self._live is not None and chooser.table != self._live:
-                oldest = self._oldest(chooser.in_use())
-                if now - self._timed[oldest] > LATELY_SECONDS:
+                oldest = self._longest_untimed(chooser.in_use())
+                if now - self._timed[oldest] > RECENT_SECONDS:
                     chooser.table, chooser.speed_up = before
-                    if now - self._tried[oldest] > LATELY_SECONDS:
+                    if now - self._tried[oldest] > RECENT_SECONDS:
                         await self._refresh(oldest, now, max(steps.values()))
                     return chooser.speed_up
         if chooser.table != self._live:
             await self._set_lengths(chooser.table)
             self._live, self._off_since = chooser.table, now
-            logger.info("draft lengths: %s", _words(chooser.table))
-        oldest = self._oldest(self._timed)
+            logger.info("draft lengths: %s", _describe(chooser.table))
+        oldest = self._longest_untimed(self._timed)
         since = max(self._timed[oldest], self._tried[oldest])
         if steps and chooser.table and now - since >= REFRESH_SECONDS:
             await self._refresh(oldest, now, max(steps.values()))
         return chooser.speed_up
 
-    def _oldest(self, lengths: Iterable[int]) -> int:
-        """That of which no step was timed for the longest time."""
+    def _longest_untimed(self, lengths: Iterable[int]) -> int:
+        """The length of which no step was timed for the longest time."""
         return min(lengths, key=lambda k: self._timed[k])
 
     async def _refresh(self, length: int, now: float, step_seconds: float) -> None:
         """Take a few steps of a length; the next update reads them."""
-        # Steps that also read prompts are not timed: there may be no other ones.
+        # It may fail: steps that also read prompts are not timed, and there may be no others.
         self._tried[length] = now
         self.chooser.doubt(length)
         try:
             await self._set_lengths(
                 None if length == OFF else [length] * (self.chooser.largest + 1)
             )
-            await asyncio.sleep(max(REFRESH_LEAST_SECONDS, REFRESH_STEPS * step_seconds))
+            await asyncio.sleep(max(MIN_REFRESH_SECONDS, REFRESH_STEPS * step_seconds))
         finally:
             await self._set_lengths(self._live)
 
 
-def _words(table: Sequence[int] | None) -> str:
+def _describe(table: Sequence[int] | None) -> str:
     if table is None:
         return "none, because drafting pays at no number of requests"
     starts = [n for n in range(1, len(table)) if n == 1 or table[n] != table[n - 1]]
@@ -283,9 +283,9 @@ async def calibrate(
     """Measure every draft length, and none, at a few batch sizes before the server is ready.
 
     Args:
-        engine: that serves nobody yet; it drafts the longest length afterwards.
+        engine: serves nobody yet; it drafts the longest length afterwards.
         generate: runs that many requests at once, of that many tokens each.
-        chooser: is given what was measured.
+        chooser: gets the measurements.
 
     Raises:
         RefusedError: the engine did not answer.
@@ -296,7 +296,7 @@ async def calibrate(
             await engine.set_speculation(k != OFF)
             if k != OFF:
                 await engine.set_draft_lengths([k] * (chooser.largest + 1))
-            # Each step may accept everything.
+            # Enough tokens even if each step accepts all of its drafts.
             await generate(requests, CALIBRATION_STEPS * (max(k, 0) + 1))
     await engine.set_draft_lengths([chooser.lengths[-1]] * (chooser.largest + 1))
     chooser.add(await engine.step_sums(), None, served=False)

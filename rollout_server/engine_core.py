@@ -40,10 +40,10 @@ class VerificationSteps:
         return stats
 
     def proposed_so_far(self) -> int:
-        """Steps that happened, plus those whose draft is proposed already and verified next.
+        """Count the steps so far, and those whose draft is proposed already and verified next.
 
-        The latter come from the weights before a commit that happens now. A request that ends
-        before its draft is verified makes this too high by one; nothing makes it too low.
+        The latter drafts come from the weights before a commit that happens now. A request that
+        ends before its draft is verified makes this too high by one; nothing makes it too low.
         """
         scheduler = self._core.scheduler
         queued = self._core.batch_queue or ()
@@ -64,13 +64,14 @@ class PrefixCacheSalt:
     one that begins after a call never hits a block from before it, requests that have begun keep
     their blocks, also those that they fill later, and old blocks are evicted as usual.
 
-    vLLM hashes a prompt in its thread for input, before the engine core takes the request. One that
-    was hashed before a call and has not begun is hashed again: when it is added, or at the call if
-    it waits. A KV connector may have looked up one that waits, and keeps what it found by the old
-    hashes: such a request is computed whole, or keeps its salt where vLLM would take that anyway.
+    vLLM hashes a prompt in its input thread, before the engine core takes the request. A request
+    that was hashed before a call and has not begun is hashed again: when it is added, or at the
+    call if it waits. A KV connector may have looked up a request that waits, and keeps what it
+    found by the old hashes: such a request is computed whole, or keeps its salt where vLLM would
+    take those blocks anyway.
 
-    Hashes are the same in every process, and stores behind KV connectors outlive this one or are
-    shared: the salt also names this engine core. The number alone would stand for other weights
+    Hashes are the same in every process, and stores behind KV connectors outlive this process or
+    are shared: the salt also names this engine core. The number alone would stand for other weights
     after a restart and on another server.
     """
 
@@ -85,18 +86,18 @@ class PrefixCacheSalt:
             engine_core.scheduler.add_request = self._add_salted
 
     def advance(self, policy: bool = True) -> None:
-        """From now on no request that has not begun hits a block that exists.
+        """Keep requests that have not begun from hitting any block that exists now.
 
         Args:
-            policy: the weights are other ones, so nothing that a KV connector found counts.
+            policy: the policy has changed, so what a KV connector found does not count either.
         """
         self._calls += 1
         if self._hash is None:
             return
         connected = policy and self._scheduler.connector is not None
         if connected and not _skips_connectors(type(self._scheduler).schedule):
-            # Under its old salt what such a request reads stays in it; under the new one, others
-            # would hit it.
+            # What such a request reads from a connector must not be hit by others: it keeps its
+            # old salt.
             return
         for request in self._scheduler.requests.values():
             # A preempted request with output has begun; its first tokens are the old policy's.
@@ -131,23 +132,23 @@ class PrefixCacheSalt:
 
 @functools.cache
 def _skips_connectors(schedule: Callable[..., Any]) -> bool:
-    """Whether vLLM takes nothing from a KV connector for requests that skip reading the cache
-    (https://github.com/vllm-project/vllm/pull/57269)."""
+    """Return whether vLLM takes nothing from a KV connector for requests that skip reading the
+    cache (https://github.com/vllm-project/vllm/pull/57269)."""
     return "skip_reading_prefix_cache" in inspect.getsource(schedule)
 
 
-MOST_UNDRAFTED = 1 / 8
-"""Share of the prefix cache, in tokens, that may be computed while drafting is off and be hit once
-it is on again. The draft has no keys and values there, so it is accepted less; but a new salt has
-the whole cache computed again."""
+MAX_UNDRAFTED = 1 / 8
+"""The share of the prefix cache, in tokens, that may be computed while drafting is off and be hit
+once it is on again. The draft has no keys and values there and is accepted less; but a new salt
+makes vLLM compute the whole cache again."""
 
 
 class SchedulerSwitch:
-    """Says how many tokens are drafted, without a restart.
+    """Sets how many tokens are drafted, without a restart.
 
-    vLLM's scheduler looks up one entry of a list each step, by the requests in it (its dynamic
-    speculative length). Off, that list is zeros, and the engine no longer asks the workers for
-    draft tokens. ``worker.DraftingSwitch`` is the other half.
+    Each step vLLM's scheduler looks up an entry of a list, by the number of requests (its dynamic
+    speculative length). While drafting is off, that list is zeros, and the engine no longer asks
+    the workers for draft tokens. ``worker.DraftingSwitch`` is the other half.
 
     Attributes:
         enabled: whether drafts are planned.
@@ -161,10 +162,10 @@ class SchedulerSwitch:
         self.undrafted = 0
 
     def too_much_undrafted(self) -> bool:
-        """Whether drafts are better off without the prefix cache."""
+        """Return whether drafts are better off without the prefix cache."""
         scheduler = self._core.scheduler
         cached = scheduler.kv_cache_config.num_blocks * scheduler.block_size
-        return bool(self.undrafted > MOST_UNDRAFTED * cached)
+        return bool(self.undrafted > MAX_UNDRAFTED * cached)
 
     def set_lengths(self, lengths: list[int]) -> None:
         """Draft this many tokens, by the number of requests in the step, while drafting is on."""
@@ -185,8 +186,8 @@ class SchedulerSwitch:
         """Plan drafts as configured, or none."""
         scheduler = self._core.scheduler
         self.enabled = enabled
-        # With asynchronous scheduling vLLM asks for drafts of a step in flight only where a grammar
-        # constrains them, and they would pass it unseen.
+        # With asynchronous scheduling vLLM asks for drafts of a step in flight only if a grammar
+        # constrains them: not asked, they would evade the grammar.
         if not self._core.async_scheduling:
             self._core.check_for_draft_tokens = enabled
         zeros = [0] * (scheduler.max_num_running_reqs + 1)
@@ -194,28 +195,28 @@ class SchedulerSwitch:
 
 
 class RequestsSeen:
-    """Where requests stood at a policy commit: what was sampled before it is the old policy's.
+    """Remembers requests, to say at a policy commit how many tokens the old policy sampled.
 
     With asynchronous scheduling the tokens of a step in flight count as sampled after it.
     """
 
-    MOST = 1 << 16
-    """Requests remembered between two policy commits; those before them are forgotten."""
+    MAX_REQUESTS = 1 << 16
+    """The most requests remembered between two policy commits; older ones are forgotten."""
 
     def __init__(self, engine_core: Any) -> None:
         self._scheduler = engine_core.scheduler
         self._add = engine_core.scheduler.add_request
-        engine_core.scheduler.add_request = self._note
+        engine_core.scheduler.add_request = self._remember
         self._ids: dict[str, None] = {}
 
-    def _note(self, request: Any) -> Any:
+    def _remember(self, request: Any) -> Any:
         self._ids[request.request_id] = None
-        if len(self._ids) > self.MOST:
+        if len(self._ids) > self.MAX_REQUESTS:
             del self._ids[next(iter(self._ids))]
         return self._add(request)
 
     def at_commit(self) -> dict[str, int]:
-        """Tokens that each request has so far, -1 of those that have ended since the last one."""
+        """The tokens of each request so far; -1 if it has ended since the last policy commit."""
         present = self._scheduler.requests
         tokens = {
             name: present[name].num_output_tokens if name in present else -1 for name in self._ids
@@ -227,9 +228,9 @@ class RequestsSeen:
 class StepClock:
     """Sums engine steps and their seconds by kind, number of requests and draft length.
 
-    A step lasts from one step's output to the next while the engine is busy throughout: that is
-    what a waiting request sees, with and without asynchronous scheduling. The interval around a
-    worker call (a commit) or a pause is not counted.
+    A step lasts from one step's output to the next, as long as the engine is busy: that is what a
+    waiting request sees, with and without asynchronous scheduling. The interval around a worker
+    call (a commit) or a pause is not counted.
     """
 
     def __init__(self, engine_core: Any, switch: SchedulerSwitch) -> None:
@@ -247,16 +248,16 @@ class StepClock:
         self._untimed = 0
 
     def interrupted(self) -> None:
-        """The engine did something else than a step.
+        """Do not count the present interval: the engine did something other than a step.
 
-        Steps in flight are not counted either: their outputs wait for the engine now, and the
-        switch may have been another one when they were planned.
+        Steps in flight are not counted either: their outputs wait for the engine now, and drafting
+        may have been switched since they were planned.
         """
         self._since = None
         self._untimed = len(self._core.batch_queue or ())
 
     def sums(self) -> list[list[Any]]:
-        """[kind, requests, draft length, steps, seconds] of everything measured so far."""
+        """Return [kind, requests, draft length, steps, seconds] of everything measured so far."""
         return [[*key, int(steps), seconds] for key, (steps, seconds) in self._sums.items()]
 
     def _on_schedule(self, *args: Any, **named: Any) -> Any:
@@ -305,7 +306,7 @@ class StepClock:
 
 
 def rounded_up(requests: int) -> int:
-    """To 1, 2, 3, 4, 6, 8, 12, 16, 24 and so on: few enough for labels, close enough to compare."""
+    """Round up to 1, 2, 3, 4, 6, 8, 12, 16, 24 and so on: few labels, close enough to compare."""
     power = 1 << (requests - 1).bit_length()
     return power * 3 // 4 if power >= 4 and requests <= power * 3 // 4 else power
 
@@ -325,28 +326,29 @@ class EngineHooks:
         self.read_back()
 
     def describe(self) -> list[dict[str, Any]]:
-        """What every worker says about its models."""
+        """Ask every worker about its models."""
         return list(self._rpc("slipstream_describe"))
 
     def read_back(self) -> list[str]:
-        """What every worker finds when it reads its draft back (``standby.ReadBack``)."""
+        """Have every worker read its draft back; returns their findings (``standby.ReadBack``)."""
         found = self._rpc("slipstream_read_back")
         self._clock.interrupted()
         return list(found)
 
     def prepare(self, source: Mapping[str, Any], keep: Mapping[str, Any] | None) -> list[str]:
-        """How far every worker is with its standby copy (``standby.Standby.prepare``)."""
+        """Have every worker prepare a standby copy; returns how far each is
+        (``standby.Standby.prepare``)."""
         return list(self._rpc("slipstream_prepare", None, (source, keep)))
 
     def check_transfer(self, transfer: str) -> list[str]:
-        """What every worker says of an update by vLLM's weight-transfer engine."""
+        """Ask every worker whether vLLM's weight-transfer engine could take an update."""
         return list(self._rpc("slipstream_check_transfer", None, (transfer,)))
 
     def apply(self, messages: list[Mapping[str, Any]], timeout: float) -> dict[str, Any]:
         """Apply changes in one worker call; when workers disagree, put the old weights back.
 
         Where the weights are unknown afterwards, no further step is taken: requests would be
-        answered before the server ends.
+        answered with them before the server ends.
         """
         from vllm.v1.core.sched.interface import PauseState
 
@@ -360,7 +362,7 @@ class EngineHooks:
         return asdict(result)
 
     def set_speculation(self, enabled: bool, timeout: float) -> float:
-        """Switch drafting in workers and scheduler. Answers the slowest worker's seconds."""
+        """Switch drafting in workers and scheduler; returns the slowest worker's seconds."""
         seconds = self._rpc("slipstream_set_speculation", timeout, (enabled,))
         self._switch.set(enabled)
         if enabled and self._switch.too_much_undrafted():
@@ -369,11 +371,11 @@ class EngineHooks:
         return float(max(seconds))
 
     def set_draft_lengths(self, lengths: list[int]) -> None:
-        """``SchedulerSwitch.set_lengths``."""
+        """Call ``SchedulerSwitch.set_lengths``."""
         self._switch.set_lengths(lengths)
 
     def step_sums(self) -> list[list[Any]]:
-        """``StepClock.sums``."""
+        """Return ``StepClock.sums``."""
         return self._clock.sums()
 
     def _apply(self, messages: list[Mapping[str, Any]], timeout: float) -> Result:
@@ -403,14 +405,14 @@ class EngineHooks:
     def _forget_encoder_outputs(self) -> None:
         """Evict the embeddings of images and the like that no request refers to.
 
-        They are the old policy's. vLLM's own reset would also take those of running requests.
-        Workers hear of an eviction with the next step, and not at all of one whose image that step
-        needs again; Model Runner V2 would not encode it then. So they are told here.
+        They are the old policy's. vLLM's own reset would also drop those of running requests.
+        Workers hear of an eviction with the next step, and never if that step needs the image
+        again; Model Runner V2 would not encode it then. So they are told here.
         """
         manager = self._scheduler.encoder_cache_manager
-        # That of encoder-decoder models keeps none.
+        # The manager of encoder-decoder models keeps none.
         all_of_it = getattr(manager, "num_freeable_slots", 0)
-        # As for an input that needs the room of them all.
+        # Ask for an input that needs the room of them all.
         large = SimpleNamespace(get_num_encoder_embeds=lambda _: all_of_it)
         manager.can_allocate(large, 0, all_of_it, 0)
         evicted = list(getattr(manager, "freed", ()))

@@ -44,12 +44,12 @@ DRAFT_FIELDS = (
     "max_model_len",
     "moe_backend",
 )
-"""Fields of vLLM's ``SpeculativeConfig`` that do not concern which draft proposes how much."""
+"""The fields of vLLM's ``SpeculativeConfig`` that do not say which draft proposes how much."""
 
-_RANKS_APART = (
+_MULTI_HOST = (
     *("rank", "start-rank", "hybrid-lb", "external-lb", "multi-port-external-lb", "address"),
 )
-"""``--data-parallel-...`` of vLLM, with which ranks run on several hosts."""
+"""Options ``--data-parallel-...`` of vLLM for ranks on several hosts."""
 
 _CHILD_SECONDS = 10.0
 _OTHER_GROUPS = (
@@ -281,7 +281,7 @@ def _peers(args: argparse.Namespace) -> ClientCredentials | None:
 
 
 def draft_fields(given: Any) -> dict[str, Any]:
-    """What ``--draft-config`` adds to vLLM's speculative configuration.
+    """Check what ``--draft-config`` adds to vLLM's speculative configuration.
 
     Raises RefusedError: not an object, or a field that is Slipstream's to set.
     """
@@ -293,10 +293,10 @@ def draft_fields(given: Any) -> dict[str, Any]:
 
 
 def _may_run_v2() -> bool:
-    """Whether vLLM's workers may have Model Runner V2, which needs Triton.
+    """Return whether vLLM's workers may have Model Runner V2, which needs Triton.
 
     That runner captures decode graphs for the lengths in the schedule alone: without a 0 in it,
-    steps with drafting off would run without. Runner V1 would give up full graphs for a schedule.
+    steps with drafting off would run without graphs. V1 would give up full graphs for a schedule.
     """
     return os.environ.get("VLLM_USE_V2_MODEL_RUNNER") != "0" and find_spec("triton") is not None
 
@@ -310,7 +310,7 @@ def _check_policy(folder: Path) -> None:
 
 
 def _check_supported(args: argparse.Namespace) -> None:
-    """Refuse values of ours that are too small, and options of vLLM that do not work with us."""
+    """Refuse values that are too small, and options of vLLM that do not work with Slipstream."""
     ours = "use --draft, --draft-kind, --draft-length and --draft-sample-method"
     one_host = "start all ranks with one command: staged weights are files of this host"
     for option, most, why in (
@@ -321,7 +321,7 @@ def _check_supported(args: argparse.Namespace) -> None:
         ("--uds", None, "serve on --port"),
         ("--disable-log-stats", None, "acceptance is counted from the stats"),
         ("--api-server-count", 1, "the control plane is in the API server"),
-        *((f"--data-parallel-{name}", None, one_host) for name in _RANKS_APART),
+        *((f"--data-parallel-{name}", None, one_host) for name in _MULTI_HOST),
         ("--pipeline-parallel-size", 1, "use --tensor-parallel-size"),
         ("--nnodes", 1, one_host),
         ("--enable-eplb", None, "a push would put experts back where they were loaded"),
@@ -350,8 +350,8 @@ _RAY_VARIABLES = "VLLM_RAY_EXTRA_ENV_VARS_TO_COPY"
 
 
 def share_with_ray() -> None:
-    """Have vLLM copy the mark of this process to workers that Ray starts: without it the plug-ins
-    are inert there."""
+    """Have vLLM copy this process's mark to workers that Ray starts: without it the plug-ins do
+    nothing there."""
     names = [name for name in os.environ.get(_RAY_VARIABLES, "").split(",") if name]
     os.environ[_RAY_VARIABLES] = ",".join(dict.fromkeys([*names, MARK]))
 
@@ -393,7 +393,7 @@ def handle_early_signals(closers: Iterable[Callable[[], None]]) -> None:
                 kill_process_tree(child.pid)  # Its workers hold the device's memory.
         for close in closers:
             close()
-        # Not sys.exit: the interpreter's own end would wait for vLLM's threads.
+        # Not sys.exit: the interpreter would wait for vLLM's threads.
         os._exit(128 + number)
 
     signal.signal(signal.SIGTERM, stop)
@@ -401,7 +401,7 @@ def handle_early_signals(closers: Iterable[Callable[[], None]]) -> None:
 
 
 def add_access_options(group: Any) -> None:
-    """Register the options: files and names, never secrets."""
+    """Register the options of access: files and names, never secrets."""
     for option, what in (
         ("--control-certificate", "PEM of the control plane's certificate; turns TLS on."),
         ("--control-key", "PEM of its private key."),
@@ -426,11 +426,11 @@ def add_access_options(group: Any) -> None:
 
 
 def access_of(args: argparse.Namespace) -> Access:
-    """What callers of the control plane are asked for; everything is read and checked here.
+    """Make the control plane's check of its callers; everything is read and checked here.
 
     Raises:
-        RefusedError: a file cannot be used, an option is given without what it needs, or the
-            control plane would listen on the network without TLS or without asking who calls.
+        RefusedError: a file cannot be used, an option is given without another that it needs, or
+            the control plane would listen on the network without TLS or without authentication.
     """
     tokens = _by_role("--control-token", args.control_token)
     return open_access(
@@ -458,7 +458,7 @@ def _by_role(option: str, given: list[str]) -> dict[Role, list[str]]:
     for text in given:
         role, _, value = text.partition("=")
         if role not in found or not value:
-            # Without the text, which may be a token given in place of its file.
+            # Does not quote the text, which may be a token given in place of its file.
             raise RefusedError(
                 option,
                 "something else",

@@ -1,7 +1,7 @@
 """Slipstream's metrics on vLLM's own ``/metrics`` (prometheus_client's default registry).
 
-Commits are counted here when they end; everything else is read where it is counted when
-Prometheus asks.
+Commits are counted here when they end; everything else is read at a scrape from where it is
+counted.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class CommitCounts:
 
 @dataclass(frozen=True)
 class Observed:
-    """What a scrape reads."""
+    """The objects that a scrape reads."""
 
     tracker: AcceptanceTracker
     control: RolloutControl
@@ -117,7 +117,7 @@ def _planned(lengths: LengthChooser | None) -> dict[str, int]:
     return {str(n): table[n] for n in sizes_to_measure(lengths.largest)}
 
 
-def _behind(observed: Observed) -> int | None:
+def _versions_behind(observed: Observed) -> int | None:
     draft, policy = observed.control.live[DRAFT], observed.control.live[POLICY]
     # A draft kind without weights has no tensors, and nothing to train.
     if policy.version is None or not draft.keys:
@@ -249,7 +249,7 @@ FACTS: tuple[Fact[Observed], ...] = (
         "none counts as trained on version 0. A server knows of no run: after another one began it "
         f"compares versions of two runs until that one's first release is live. {_NO_POLICY} Never "
         "one with `--draft-kind ngram` or `none`.",
-        _behind,
+        _versions_behind,
     ),
     Fact(
         "draft_live_timestamp_seconds",
@@ -285,7 +285,7 @@ FACTS: tuple[Fact[Observed], ...] = (
 
 
 class RolloutCollector(FactCollector[Observed]):
-    """One scrape of everything."""
+    """A collector of everything above."""
 
     def __init__(self, observed: Observed, vllm: str) -> None:
         super().__init__(PREFIX, FACTS, lambda: observed, vllm=vllm)

@@ -3,7 +3,7 @@
 A killed Ray worker leaves its children behind: a server on a port that the next replica needs, with
 a GPU's memory. So a **supervisor** (``python -m rollout_server.owned_process COMMAND``) runs the
 command and ends it when its standard input, which the owner holds, is closed. It is not the owner's
-own child: Ray kills the children of a worker that it ends, and not what these have started.
+own child: Ray kills the children of a worker that it ends, but not their children.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
 GRACE_SECONDS = 3.0
-"""That the command has to end once its owner is gone."""
+"""The time that the command has to end once its owner is gone."""
 
 _POLL_MS = 200
 
@@ -39,7 +39,7 @@ class OwnedProcess:
         )
 
     def wait(self, seconds: float) -> int | None:
-        """Its exit status, 128 + N where signal N ended it; None where it still runs."""
+        """Wait for its exit status, 128 + N if signal N ended it; None if it still runs."""
         with suppress(subprocess.TimeoutExpired):
             self._supervisor.wait(seconds)
         return self._supervisor.returncode
@@ -49,7 +49,7 @@ class OwnedProcess:
         self._supervisor.terminate()
 
     def kill(self) -> None:
-        """SIGKILL to the supervisor, the command and all that it started."""
+        """Send SIGKILL to the supervisor, the command and all that it started."""
         with suppress(ProcessLookupError):
             os.killpg(self._supervisor.pid, signal.SIGKILL)
         self._supervisor.wait()
@@ -62,14 +62,14 @@ def supervise(argv: Sequence[str] | None = None) -> int:
     it.
     """
     asked: list[int] = []
-    # Before there is whom to tell: a SIGTERM in between must not be lost.
+    # Caught before there is a process to pass it on to: a SIGTERM in between must not be lost.
     signal.signal(signal.SIGTERM, lambda number, frame: asked.append(number))
     supervisor = os.fork()
     if supervisor:
         signal.signal(signal.SIGTERM, lambda number, frame: os.kill(supervisor, number))
         if asked:
             os.kill(supervisor, signal.SIGTERM)
-        return _status(os.waitstatus_to_exitcode(os.waitpid(supervisor, 0)[1]))
+        return _exit_status(os.waitstatus_to_exitcode(os.waitpid(supervisor, 0)[1]))
     child = subprocess.Popen(list(sys.argv[1:] if argv is None else argv), stdin=subprocess.DEVNULL)
     signal.signal(signal.SIGTERM, lambda number, frame: child.terminate())
     if asked:
@@ -85,10 +85,10 @@ def supervise(argv: Sequence[str] | None = None) -> int:
         with suppress(subprocess.TimeoutExpired):
             child.wait(GRACE_SECONDS)
         os.killpg(0, signal.SIGKILL)
-    return _status(child.wait())
+    return _exit_status(child.wait())
 
 
-def _status(code: int) -> int:
+def _exit_status(code: int) -> int:
     return code if code >= 0 else 128 - code
 
 

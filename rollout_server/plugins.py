@@ -47,7 +47,7 @@ class Settings:
 
 @dataclass
 class ApiProcess:
-    """The API server's process: vLLM makes the plug-ins itself, so they can only meet here."""
+    """State of the API server's process: vLLM makes the plug-ins itself, so they share it here."""
 
     settings: Settings | None = None
     tracker: AcceptanceTracker = field(default_factory=AcceptanceTracker)
@@ -65,12 +65,12 @@ def mark_process() -> None:
 
 
 def is_active() -> bool:
-    """Whether ``rollout-server`` started this process."""
+    """Return whether ``rollout-server`` started this process."""
     return os.environ.get(MARK) == "1"
 
 
 def register_general() -> None:
-    """``vllm.general_plugins``: runs in every vLLM process; safe to call more than once.
+    """Patch this vLLM process (``vllm.general_plugins``); safe to call more than once.
 
     Raises RefusedError: this vLLM lacks something that losslessness depends on.
     """
@@ -93,19 +93,19 @@ def _patch_once() -> None:
 
 
 def log_with_vllm() -> None:
-    """Give Slipstream's messages the level and the handlers of vLLM's, which configures no other
-    logger: below a warning they would not be printed."""
+    """Give Slipstream's loggers the level and handlers of vLLM's, which configures only its own:
+    otherwise messages below a warning would not be printed."""
     for name in ("rollout_server", "slipstream"):
         logger = logging.getLogger(name)
         logger.parent = logging.getLogger("vllm")
-        # Forgets the levels that were looked up before.
+        # Clears the cache of levels that were looked up before.
         logger.setLevel(logging.NOTSET)
 
 
 def make_endpoint_plugin() -> Any:
-    """``vllm.endpoint_plugins``: the control plane, in the API server."""
+    """Make the control plane in the API server (``vllm.endpoint_plugins``)."""
     if not is_active():
-        # vLLM leaves out a plug-in that is for none of its server's tasks.
+        # vLLM skips a plug-in that is for none of its server's tasks.
         return SimpleNamespace(name="slipstream", required_tasks=())
     from rollout_server.app import ControlPlaneEndpoint
 

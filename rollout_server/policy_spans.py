@@ -1,4 +1,4 @@
-"""Which policy version sampled each token of a request that continues across commits.
+"""The policy version that sampled each token of a request that continues across commits.
 
 A client that sends the header ``x-slipstream-policy-versions`` with ``POST /v1/completions`` gets
 it back with JSON: ``{"version": 4, "spans": {"0/2": [[0, 3], [41, 4]]}}``. Sample 2 of prompt 0 has
@@ -16,8 +16,8 @@ from typing import Any
 
 HEADER = "x-slipstream-policy-versions"
 PATH = "/v1/completions"
-MOST_CHARACTERS = 8_000
-"""Of the header: HTTP clients refuse longer ones."""
+MAX_CHARACTERS = 8_000
+"""The longest header: HTTP clients refuse longer ones."""
 
 _NAME = re.compile(r"(?:(\d+)_)?cmpl-([0-9a-f]{32})-(\d+)(?:-[0-9a-f]{8})?")
 """vLLM's name of a sample: number of the sample, request, number of the prompt, random letters."""
@@ -30,25 +30,25 @@ class PolicySpans:
     """Follows requests over policy commits; owned by the API server's event loop.
 
     Attributes:
-        version: that samples; None until one was pushed.
+        version: the one that samples; None until one was pushed.
     """
 
     def __init__(self) -> None:
         self.version: int | None = None
-        # Of requests that are being answered: the samples that saw a commit.
+        # The samples that saw a commit, of requests that are being answered.
         self._open: dict[str, dict[str, Spans]] = {}
 
     def begin(self, name: str) -> None:
-        """A request of this name (32 hexadecimal digits) is about to be sent to the engine."""
+        """Follow a request of this name (32 hexadecimal digits), about to go to the engine."""
         self._open[name] = {}
 
     def commit(self, version: int, requests: Mapping[str, int]) -> None:
-        """Another version samples from now on.
+        """Note that another version samples from now on.
 
         Args:
             version: that one.
-            requests: by vLLM's name, the tokens that each sample has so far, -1 where it ended
-                since the commit before. One that is not there comes to the engine later.
+            requests: by vLLM's name, the tokens that each sample has so far, -1 if it has ended
+                since the last commit. A sample that is missing reaches the engine later.
         """
         for name, tokens in requests.items():
             found = _NAME.fullmatch(name)
@@ -63,31 +63,31 @@ class PolicySpans:
         self.version = version
 
     def so_far(self, name: str) -> str:
-        """The header's value; "too long" where that is more than ``MOST_CHARACTERS``."""
-        told = {"version": self.version, "spans": self._open[name]}
-        text = json.dumps(told, separators=(",", ":"))
-        return text if len(text) <= MOST_CHARACTERS else "too long"
+        """The header's value; "too long" if that is more than ``MAX_CHARACTERS``."""
+        value = {"version": self.version, "spans": self._open[name]}
+        text = json.dumps(value, separators=(",", ":"))
+        return text if len(text) <= MAX_CHARACTERS else "too long"
 
     def end(self, name: str) -> None:
-        """The request was answered, or its client left."""
+        """Forget a request that was answered, or whose client left."""
         self._open.pop(name, None)
 
 
 class PolicyVersions:
-    """ASGI middleware that answers who asks for the header."""
+    """An ASGI middleware that adds the header for those who ask for it."""
 
     def __init__(self, app: Any, spans: PolicySpans) -> None:
         self._app, self._spans = app, spans
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        """One request."""
+        """Handle one request."""
         asked = scope["type"] == "http" and scope["path"] == PATH
         headers = scope["headers"] if asked else []
         if not any(key == HEADER.encode() for key, _ in headers):
             await self._app(scope, receive, send)
             return
         name = uuid.uuid4().hex
-        # vLLM takes the request's name from here. A client's own may be another request's too.
+        # vLLM takes the request's name from this header. A client may give one name to several.
         kept = [(key, value) for key, value in headers if key != b"x-request-id"]
         named = {**scope, "headers": [*kept, (b"x-request-id", name.encode())]}
 

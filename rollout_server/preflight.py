@@ -51,10 +51,10 @@ def check_paths() -> None:
 
 
 def check_metrics() -> None:
-    """Refuse prometheus_client's setting for several processes.
+    """Refuse prometheus_client's multi-process mode.
 
-    vLLM's ``/metrics`` then reads files that its metrics write, and not the registry that
-    Slipstream's are in.
+    In it vLLM's ``/metrics`` reads files that its own metrics write, and not the registry that
+    holds Slipstream's.
 
     Raises:
         RefusedError: naming the variable.
@@ -94,20 +94,20 @@ _SALTED_CONNECTORS = frozenset(
         "SimpleCPUOffloadConnector",
     }
 )
-"""KV connectors that look blocks up by their salted hashes, or move those of one request only."""
+"""The KV connectors that look blocks up by salted hashes, or move those of one request only."""
 
 
 def check_connector(args: Any, version: str, draft_kind: str) -> None:
     """Refuse a KV connector that may give back keys and values of an older policy, or of no policy.
 
-    The prefix cache is kept apart at a policy commit by ``cache_salt`` (``PrefixCacheSalt``). A
-    connector that looks prefixes up by their tokens alone ignores it.
+    At a policy commit ``cache_salt`` splits the prefix cache (``PrefixCacheSalt``). A connector
+    that looks prefixes up by their tokens alone ignores it.
 
-    ``OffloadingConnector`` of vLLM before 0.30 stores those of a drafted token that was rejected
+    Before vLLM 0.30 ``OffloadingConnector`` stores those of a drafted token that was rejected
     (https://github.com/vllm-project/vllm/pull/54288); later requests read them.
 
     Args:
-        args: vLLM's, with ``allow_kv_connector``: accept a connector that is not known.
+        args: vLLM's, with ``allow_kv_connector``: accept an unknown connector.
         version: vLLM's.
         draft_kind: "none": no token is drafted.
 

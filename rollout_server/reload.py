@@ -1,17 +1,17 @@
 """Applies weights to live vLLM modules in one worker call between two steps, all or none.
 
-A draft whose standby copy is ready is swapped (``swap``). One from whose parameters vLLM derives
-other tensors (``served.derived``) is never reloaded: its copy is then made in the commit.
-Everything else, policies above all, goes through vLLM's layer-wise reload: plain in-place loading
-fails on CPUs, where linear layers are packed at load and their parameters left empty. The reload
-also copies into the old storages, which CUDA graphs point at, and its weight loaders shard for
-tensor parallelism.
+A draft whose standby copy is ready is swapped (``swap``). A draft from whose parameters vLLM
+derives other tensors (``served.derived``) is never reloaded: if need be, its copy is made in the
+commit. Everything else, policies above all, goes through vLLM's layer-wise reload: plain in-place
+loading fails on CPUs, where linear layers are packed at load and their parameters left empty. The
+reload also copies into the old storages, which CUDA graphs point at, and its weight loaders shard
+for tensor parallelism.
 
 A reload puts parameters on the meta device until it ends. If it fails in the middle, the old
 parameters of the unfinished layers are put back, and the finished ones get the old weights through
 a reload of their own.
 
-What a model's ``load_weights`` copies into a parameter without its weight loader is lost there: a
+Whatever a model's ``load_weights`` copies into a parameter without its weight loader is lost: a
 copy onto the meta device does nothing, and vLLM then puts the old parameter back without an error.
 https://github.com/vllm-project/vllm/pull/57795 and
 https://github.com/vllm-project/vllm/pull/57805 are about GPT-OSS, which 0.29 to 0.33 load that way.
@@ -42,14 +42,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Change:
-    """One model to be replaced: "draft" or "policy", by what, and what it has now."""
+    """A change of one model, "draft" or "policy": its new weights, and those it has now."""
 
     kind: str
     new: WeightSource
     old: WeightSource
 
     def to_message(self) -> dict[str, Any]:
-        """As plain data, for vLLM's RPC."""
+        """Return the change as plain data, for vLLM's RPC."""
         return asdict(self)
 
     @classmethod
@@ -59,19 +59,19 @@ class Change:
         return cls(message["kind"], new, old)
 
     def undone(self) -> Change:
-        """The change that puts the old weights back, whatever is there.
+        """Return the change that puts the old weights back, whatever is there now.
 
-        Not where they came by a transfer: a worker would wait for one that nobody sends.
+        Not for weights that came by a transfer: a worker would wait for one that nobody sends.
         """
         return Change(self.kind, self.old, self.old)
 
 
 @dataclass(frozen=True)
 class Result:
-    """What became of a change.
+    """The outcome of changes.
 
     Attributes:
-        worker_seconds: that the engine was paused, in the slowest worker.
+        worker_seconds: time that the engine was paused, in the slowest worker.
         error: empty when everything was applied; else why nothing was.
         restored: False when even the old weights could not be put back, so that the models are not
             to be trusted.
@@ -79,7 +79,7 @@ class Result:
             (``AcceptanceTracker.switch``).
         seconds: from the call's arrival to the workers' answer.
         requests: of a policy: tokens of each request before it (``PolicySpans.commit``).
-        received: with ``error``, that a weight transfer was begun: nobody sends it again.
+        received: whether, with ``error``, a weight transfer had begun: nobody sends it again.
     """
 
     worker_seconds: float
@@ -94,11 +94,11 @@ class Result:
     def all_of(
         cls, results: Sequence[Result], changes: Sequence[Change]
     ) -> tuple[Result, list[Change]]:
-        """What became of changes that several workers or engine cores were to apply.
+        """Combine the results of several workers or engine cores.
 
         Returns:
-            The sum of ``results``, and what undoes the changes where some applied them and others
-            did not. Nothing does where old weights came by a transfer: the sum is not ``restored``.
+            The sum of ``results``, and the changes that undo these if some applied them and others
+            did not. None do if old weights came by a transfer: the sum is then not ``restored``.
         """
         result = cls(
             max(result.worker_seconds for result in results),
@@ -115,9 +115,9 @@ class Result:
         return result, [change.undone() for change in changes]
 
     def taken_back(self, results: Sequence[Result], undone: Sequence[Result]) -> Result:
-        """This, after all of ``results`` were given the old weights again.
+        """Return this result as it is after all of ``results`` were given the old weights again.
 
-        Those that had not applied it have their old weights also where they refuse that.
+        Those that had not applied the change have their old weights even if they refused that.
         """
         each = zip(results, undone, strict=True)
         done = all(undo.restored and (one.error or not undo.error) for one, undo in each)
@@ -132,7 +132,7 @@ class LiveModel:
         model: the module.
         config: vLLM's configuration of it.
         standby: a draft's standby copies.
-        receive: has the weight-transfer engine receive what ``WeightSource.transfer`` says.
+        receive: makes the weight-transfer engine receive what ``WeightSource.transfer`` describes.
     """
 
     model: nn.Module
@@ -141,7 +141,7 @@ class LiveModel:
     receive: Callable[[str], None] | None = None
 
     def reloads(self, new: WeightSource) -> bool:
-        """Whether ``apply`` would load these weights layer by layer over the live ones."""
+        """Return whether ``apply`` would load these weights layer by layer over the live ones."""
         return self.standby is None or not (self.standby.is_ready(new) or is_derived(self.model))
 
     def apply(self, new: WeightSource, old: WeightSource, restoring: bool = False) -> None:
@@ -189,7 +189,7 @@ class LiveModel:
 def apply_all(changes: Sequence[tuple[Change, LiveModel]]) -> Result:
     """Apply every change; after a failure every model has its old weights again.
 
-    ``Result.restored`` says if not, as where the old weights came by a transfer.
+    ``Result.restored`` is False if that failed, as it does for old weights of a transfer.
     """
     start = time.perf_counter()
     touched: list[tuple[Change, LiveModel]] = []
@@ -206,7 +206,7 @@ def apply_all(changes: Sequence[tuple[Change, LiveModel]]) -> Result:
         received = any(change.new.transfer for change, _ in touched)
         if live.standby is not None:
             live.standby.drop()
-    # Not in the handler: the error holds what the failed load held.
+    # Outside the handler: the error keeps alive what the failed load held.
     if error:
         try:
             for change, live in touched:
@@ -234,8 +234,8 @@ def load(
         model: in memory.
         config: vLLM's of it.
         weights: all of its tensors.
-        restoring: ``weights`` are what the model had before a load that failed. A layer that a
-            reload cannot reach has them still, and keeps them.
+        restoring: ``weights`` are those from before a load that failed. A layer that a reload
+            cannot reach still has them, and keeps them.
 
     Raises:
         RefusedError: as ``refuse_lost``; the model is torn.
@@ -256,14 +256,14 @@ def load(
 
 
 def lost(model: nn.Module, loaded: Iterable[str]) -> dict[str, nn.Module]:
-    """Tensors that a reload which is not finished would leave as they were.
+    """Find the tensors that a reload, if finished now, would leave as they were.
 
     Args:
         model: between vLLM's ``initialize_layerwise_reload`` and ``finalize_layerwise_reload``.
         loaded: the names that its ``load_weights`` reported.
 
     Returns:
-        The names among them of which no weight loader holds anything, and the layer of each.
+        The names among these for which no weight loader holds anything, and the layer of each.
     """
     from vllm.model_executor.model_loader.reload import layerwise
 
@@ -273,7 +273,7 @@ def lost(model: nn.Module, loaded: Iterable[str]) -> dict[str, nn.Module]:
         owner, _, leaf = name.rpartition(".")
         layer = layers.get(owner)
         tensor = None if layer is None else (layer._parameters | layer._buffers).get(leaf)
-        # One that is not on the meta device was written, or its layer is finished.
+        # A tensor that is not on the meta device was written, or its layer is finished.
         if layer is None or tensor is None or not tensor.is_meta:
             continue
         info = layerwise.get_layerwise_info(layer)

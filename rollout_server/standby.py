@@ -1,7 +1,6 @@
 """The draft in a worker: its standby copies, and whether it is the committed one.
 
-The copies are made in a thread while the engine generates; what swaps and hashes them is in
-``swap``.
+The copies are made in a thread while the engine generates; ``swap`` swaps and hashes them.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from torch import nn
 from rollout_server.store import WeightSource
 from rollout_server.swap import (
     LOAD_FAILURES,
-    MOST_COPIES,
+    MAX_COPIES,
     NotSwappableError,
     StandbyCopy,
     hashes_of,
@@ -30,7 +29,7 @@ from rollout_server.vllm_patches import storages
 SAME, DIFFERS, ASLEEP = "same", "differs", "asleep"
 READY, WORKING = "ready", "working"
 _READ_SECONDS = 10.0
-"""Deadline of one pass over a draft that a swap replaced."""
+"""The deadline of one pass over a draft that a swap replaced."""
 
 _OVERWRITTEN = "the draft that was live was not the one that had been committed"
 _LOG = logging.getLogger(__name__)
@@ -38,7 +37,7 @@ GetModel = Callable[[], nn.Module]
 
 
 class ReadBack:
-    """Whether the draft in a worker's memory is the one that was committed.
+    """A check that the draft in a worker's memory is the one that was committed.
 
     It is not after sleep level 2 (the memory comes back empty), after another writer, or after a
     memory fault. ``element_hash`` finds damage, not malice. Left out are parameters in the
@@ -52,7 +51,7 @@ class ReadBack:
         self.committed = self._now()
 
     def record(self, hashes: Mapping[str, int] | None = None) -> None:
-        """The draft was just replaced.
+        """Take the draft, which was just replaced, as the committed one.
 
         Args:
             hashes: of the parameters that were swapped in, taken before, so that no pass over the
@@ -62,7 +61,7 @@ class ReadBack:
         self.lost = False
 
     def check(self) -> str:
-        """``SAME`` or ``DIFFERS``; not while the engine sleeps, whose memory is gone."""
+        """Return ``SAME`` or ``DIFFERS``. Not for an engine that sleeps: its memory is gone."""
         return DIFFERS if self.lost or self._now() != self.committed else SAME
 
     @torch.no_grad()
@@ -71,33 +70,33 @@ class ReadBack:
 
 
 @dataclass
-class _Entry:
+class _CopyEntry:
     copy: StandbyCopy
     state: str = WORKING
     thread: threading.Thread | None = None
 
     def start(
-        self, work: Callable[[], str], evicted: list[_Entry], stream: torch.cuda.Stream | None
+        self, work: Callable[[], str], evicted: list[_CopyEntry], stream: torch.cuda.Stream | None
     ) -> None:
-        """Run ``work`` in a thread, on the stream; its answer is the new state."""
+        """Run ``work`` in a thread, on the stream; its result is the new state."""
         self.state = WORKING
         name, given = "slipstream-prepare", (work, evicted, stream)
         self.thread = threading.Thread(target=self._run, args=given, name=name, daemon=True)
         self.thread.start()
 
     def _run(
-        self, work: Callable[[], str], evicted: list[_Entry], stream: torch.cuda.Stream | None
+        self, work: Callable[[], str], evicted: list[_CopyEntry], stream: torch.cuda.Stream | None
     ) -> None:
-        # Frees their memory here: that takes longer than the engine has between two steps.
+        # Their memory is freed in this thread: the engine has no time for it between two steps.
         evicted.clear()
         began = time.perf_counter()
         state = "the preparation ended; see the worker's log"
         try:
-            with _on(stream):
+            with _on_stream(stream):
                 state = work()
             _LOG.info("standby draft %s after %.3f s", state, time.perf_counter() - began)
         except (NotSwappableError, *LOAD_FAILURES) as error:
-            # As text: whoever keeps the error keeps the copy's memory.
+            # Kept as text: the error itself would keep the copy's memory.
             state = f"{type(error).__name__}: {error}"
             _LOG.warning("no standby copy of the draft, its commit will load it: %s", state)
         finally:
@@ -118,7 +117,7 @@ class Standby:
         owed: Callable[[], int] = lambda: 0,
     ) -> None:
         self._policy, self._draft, self.read_back, self._owed = policy, draft, read_back, owed
-        self._entries: dict[WeightSource, _Entry] = {}
+        self._entries: dict[WeightSource, _CopyEntry] = {}
         self._stream: torch.cuda.Stream | None = None
 
     def prepare(self, source: WeightSource, keep: WeightSource | None) -> str:
@@ -132,7 +131,7 @@ class Standby:
             return entry.state
         if any(other.state == WORKING for other in self._entries.values()):
             return WORKING
-        excess = max(0, len(self._entries) + 1 - MOST_COPIES)
+        excess = max(0, len(self._entries) + 1 - MAX_COPIES)
         surplus = [other for other in self._entries if other != keep][:excess]
         evicted = [self._entries.pop(other) for other in surplus]
         try:
@@ -145,14 +144,14 @@ class Standby:
             copy.pairs()
             return READY
 
-        self._entries[source] = _Entry(copy)
+        self._entries[source] = _CopyEntry(copy)
         self._start(self._entries[source], load, evicted)
         return WORKING
 
     def is_ready(self, source: WeightSource) -> bool:
-        """Whether these weights can be swapped in.
+        """Return whether these weights can be swapped in.
 
-        What a swap replaced is being read after it: a commit that is undone at once waits for that.
+        The weights that a swap replaced are read after it: a commit that is undone at once waits.
         """
         entry = self._entries.get(source)
         if entry is None:
@@ -162,7 +161,7 @@ class Standby:
         return entry.state == READY
 
     def load(self, source: WeightSource) -> None:
-        """Make these weights ready in the engine's time, where a reload is not possible.
+        """Make these weights ready while the engine waits, where a reload is not possible.
 
         Raises NotSwappableError: they could not be loaded, or do not correspond to the live draft.
         """
@@ -172,7 +171,7 @@ class Standby:
             copy.pairs()
         except LOAD_FAILURES as error:
             raise NotSwappableError(f"{type(error).__name__}: {error}") from error
-        self._entries = {source: _Entry(copy, READY)}
+        self._entries = {source: _CopyEntry(copy, READY)}
 
     def swap(self, new: WeightSource, old: WeightSource) -> bool:
         """Make ``new`` live in place of ``old`` if it is ready; False if it is not.
@@ -199,25 +198,25 @@ class Standby:
         if keep:
             expected = copy.hashes = {name: before[name] for name in copy.hashes}
             self._entries = {old: entry}
-            # Whether another writer changed it is found in the thread: a pass takes too long here.
+            # The thread finds out whether another writer changed it: a pass here takes too long.
             self._start(entry, lambda: READY if copy.read() == expected else _OVERWRITTEN, dropped)
         return True
 
     def drop(self) -> None:
-        """Forget all of them: their memory is wanted, or the live draft is written to."""
+        """Forget all copies: their memory is needed, or the live draft is written to."""
         self._entries = {}
 
-    def _start(self, entry: _Entry, work: Callable[[], str], evicted: list[_Entry]) -> None:
-        """On an accelerator on a stream of their own: the engine's steps do not wait for it."""
+    def _start(self, entry: _CopyEntry, work: Callable[[], str], evicted: list[_CopyEntry]) -> None:
+        """Start ``work`` in a thread; on a GPU, on a stream that engine steps do not wait for."""
         device = entry.copy.device
         if self._stream is None and device.type == "cuda":
-            # One for all: torch gives memory that was freed on a stream to that stream alone.
+            # One for all: memory that was freed on a stream goes to that stream alone.
             self._stream = torch.cuda.Stream(device)
         entry.start(work, evicted, self._stream)
 
 
 @contextlib.contextmanager
-def _on(stream: torch.cuda.Stream | None) -> Iterator[None]:
+def _on_stream(stream: torch.cuda.Stream | None) -> Iterator[None]:
     if stream is None:
         yield
         return

@@ -1,8 +1,8 @@
-"""Whether speculation pays: costs of steps with and without drafts, and live acceptance.
+"""The gain of speculation, from costs of steps with and without drafts, and live acceptance.
 
 Costs are compared at the same number of requests in flight: a step of one request and a step of a
 hundred differ more than a speculative one from a plain one. Plain steps are rare on a server that
-speculates, so those of about the last hour count; of speculative ones the last minute's.
+speculates, so those of about the last hour count, and speculative steps of the last minute.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from slipstream.v1 import rollout_server_pb2 as pb
 SPECULATIVE, PLAIN, MIXED = "speculative", "plain", "mixed"
 
 WINDOW_SECONDS = 60.0
-LEAST_STEPS = 16
-"""Steps of a kind and size below which their cost is not known."""
+MIN_STEPS = 16
+"""The fewest steps of a kind and size for their cost to be known."""
 
 PLAIN_SECONDS = 3600.0
-"""Age of a plain cost at which it is measured again: contexts grow, and others use the machine."""
+"""The age of a plain cost at which it is measured again: contexts grow, others use the machine."""
 
-LEAST_DRAFTS = 100
-"""Verification steps below which an acceptance length says nothing."""
+MIN_DRAFTS = 100
+"""The fewest verification steps for an acceptance length to be known."""
 
 READ_SECONDS = 2.0
 PROBE_SECONDS = 1.0
-"""Longest that drafting is off for a measurement."""
+"""The longest time that drafting is off for a measurement."""
 
 PROBE_EVERY_SECONDS = 60.0
 logger = logging.getLogger(__name__)
@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class StepSum:
-    """Steps, and the seconds that they took together."""
+    """A number of steps, and the seconds that they took together."""
 
     steps: int = 0
     seconds: float = 0.0
@@ -51,7 +51,7 @@ class StepSum:
 
 
 StepSums = Mapping[tuple[str, int, int], StepSum]
-"""By kind, most requests in the step, and draft length; 0 of what is not ``SPECULATIVE``."""
+"""The sums by kind, most requests in the step, and draft length; 0 if not ``SPECULATIVE``."""
 
 
 @dataclass(frozen=True)
@@ -72,12 +72,12 @@ class StepCosts:
     def __init__(self) -> None:
         self.break_even: float | None = None
         self._readings: deque[_Reading] = deque()
-        # By number of requests, the last two times from which its plain cost was measured.
-        self._begun: dict[int, deque[tuple[float, StepSum]]] = {}
+        # By number of requests, the starts of the last two measurements of its plain cost.
+        self._plain_since: dict[int, deque[tuple[float, StepSum]]] = {}
 
     @property
     def sums(self) -> StepSums:
-        """Since the start."""
+        """The sums since the start."""
         return self._readings[-1].sums if self._readings else {}
 
     def add(self, at: float, sums: StepSums, live: pb.AcceptanceCounters) -> None:
@@ -88,26 +88,26 @@ class StepCosts:
             self._readings.popleft()
         for (kind, requests, _), total in sums.items():
             if kind == PLAIN:
-                begun = self._begun.setdefault(requests, deque([(at, StepSum())], maxlen=2))
+                begun = self._plain_since.setdefault(requests, deque([(at, StepSum())], maxlen=2))
                 since, before = begun[-1]
-                if at - since >= PLAIN_SECONDS and (total - before).steps >= LEAST_STEPS:
+                if at - since >= PLAIN_SECONDS and (total - before).steps >= MIN_STEPS:
                     begun.append((at, total))
-        if any(total.steps for total in self._recent().values()):
-            self.break_even = self._cost()
+        if any(total.steps for total in self._recent_speculative().values()):
+            self.break_even = self._break_even()
 
     @property
     def unknown_size(self) -> int | None:
-        """Requests in most of the last minute's speculative steps, if no plain cost is known."""
+        """The number of requests in most recent speculative steps, if its plain cost is unknown."""
         recent: dict[int, int] = {}
-        for (_, requests, _), total in self._recent().items():
+        for (_, requests, _), total in self._recent_speculative().items():
             recent[requests] = recent.get(requests, 0) + total.steps
         size = max(recent, key=lambda size: recent[size], default=None)
-        if size is None or recent[size] < LEAST_STEPS:
+        if size is None or recent[size] < MIN_STEPS:
             return None
-        return None if self._plain(size)[0].steps >= LEAST_STEPS else size
+        return None if self._plain_steps(size)[0].steps >= MIN_STEPS else size
 
     def speed_up(self, now: float) -> float | None:
-        """Of generation over none in the last minute; None where that is not known."""
+        """Speed-up of generation by speculation in the last minute; None if it is not known."""
         length = self.length(now)
         if length is None or self.break_even is None:
             return None
@@ -124,15 +124,15 @@ class StepCosts:
                 break
             drafts = last.live.drafts - reading.live.drafts
             tokens = last.live.accepted_tokens - reading.live.accepted_tokens
-        return 1 + tokens / drafts if drafts >= LEAST_DRAFTS else None
+        return 1 + tokens / drafts if drafts >= MIN_DRAFTS else None
 
-    def _plain(self, requests: int) -> list[StepSum]:
-        """Since the measurement last began anew; and since the one before, if there is one."""
+    def _plain_steps(self, requests: int) -> list[StepSum]:
+        """Plain steps since the last measurement began, and since the one before it began."""
         total = self.sums.get((PLAIN, requests, 0), StepSum())
-        begun = self._begun.get(requests, [(0.0, StepSum())])
+        begun = self._plain_since.get(requests, [(0.0, StepSum())])
         return [total - before for _, before in reversed(begun)]
 
-    def _recent(self) -> dict[tuple[str, int, int], StepSum]:
+    def _recent_speculative(self) -> dict[tuple[str, int, int], StepSum]:
         """Speculative steps of the last minute."""
         before = self._readings[0].sums if self._readings else {}
         return {
@@ -141,12 +141,12 @@ class StepCosts:
             if key[0] == SPECULATIVE
         }
 
-    def _cost(self) -> float | None:
-        """A speculative step in plain ones, weighted by what the last minute's steps were."""
+    def _break_even(self) -> float | None:
+        """The cost of a speculative step in plain ones, weighted by the last minute's steps."""
         speculative = plain = 0.0
-        for (kind, requests, length), recent in self._recent().items():
-            known = [other for other in self._plain(requests) if other.steps >= LEAST_STEPS]
-            if known and self.sums[kind, requests, length].steps >= LEAST_STEPS:
+        for (kind, requests, length), recent in self._recent_speculative().items():
+            known = [other for other in self._plain_steps(requests) if other.steps >= MIN_STEPS]
+            if known and self.sums[kind, requests, length].steps >= MIN_STEPS:
                 speculative += recent.seconds
                 plain += recent.steps * known[0].seconds / known[0].steps
         return speculative / plain if plain else None
@@ -178,7 +178,7 @@ class CostWatch:
         self._tracker = tracker
         self._costs = costs
         self._without_speculation = without_speculation
-        self._not_before = 0.0
+        self._next_probe_at = 0.0
         self._seen = 0
         self._task: asyncio.Task[None] | None = None
 
@@ -191,7 +191,7 @@ class CostWatch:
             await asyncio.wait({self._task})
 
     async def read(self) -> bool:
-        """Once, if anything was generated since the last time; whether it was."""
+        """Read the sums, if anything was generated since the last time. Returns whether it was."""
         tracker = self._tracker
         if tracker.live is None or tracker.all.generated_tokens == self._seen:
             return False
@@ -201,7 +201,7 @@ class CostWatch:
         live = pb.AcceptanceCounters()
         live.CopyFrom(tracker.exposed()[tracker.live])
         self._costs.add(time.monotonic(), sums, live)
-        # Without drafts nothing else tells watchers that the engine works.
+        # Without drafts nothing else tells watchers that the engine runs.
         tracker.wake()
         return True
 
@@ -209,9 +209,9 @@ class CostWatch:
         """Take plain steps for a moment, if the cost of one is needed and not known."""
         size = self._costs.unknown_size
         now = time.monotonic()
-        if self._without_speculation is None or size is None or now < self._not_before:
+        if self._without_speculation is None or size is None or now < self._next_probe_at:
             return
-        self._not_before = now + PROBE_EVERY_SECONDS
+        self._next_probe_at = now + PROBE_EVERY_SECONDS
         logger.info("no drafts for at most %.0f s: timing steps without drafts", PROBE_SECONDS)
         async with self._without_speculation():
             while self._costs.unknown_size == size and time.monotonic() < now + PROBE_SECONDS:
@@ -229,7 +229,7 @@ class CostWatch:
                 speed_up = self._costs.speed_up(now)
                 if self._measured is not None:
                     by_lengths = await self._measured(self._costs.sums)
-                    # Needs no plain steps of the last minute's sizes, but drafts.
+                    # This needs drafts, but no plain steps of the last minute's sizes.
                     speed_up = None if self._costs.length(now) is None else by_lengths
                 self._tracker.speed_up = speed_up
             except RefusedError as error:

@@ -32,39 +32,40 @@ from rollout_server.vllm_patches import storages
 
 _WRONG_VALUES = (ValueError, LookupError, TypeError, AttributeError, AssertionError)
 LOAD_FAILURES = (OSError, RuntimeError, *_WRONG_VALUES)
-"""What vLLM's loaders raise on weights that passed every check of a stage: a file that vanished, a
-shape that only the sharded layer knows, memory."""
+"""The errors of vLLM's loaders on weights that passed every check of a stage: a file that vanished,
+a shape that only the sharded layer knows, memory."""
 
-MOST_COPIES = 2
-"""Standby copies of one worker."""
+MAX_COPIES = 2
+"""The most standby copies of one worker."""
 
 _HEADROOM = 1.25  # of a device's free memory: engines allocate while they run
-_CALLED = "_already_called_process_weights_after_loading"
-_SMALL = 1 << 16
-"""Bytes up to which contents are copied rather than memory exchanged, and hashed by the element."""
+_PROCESSED = "_already_called_process_weights_after_loading"
+_SMALL_BYTES = 1 << 16
+"""The most bytes of tensors that are copied rather than exchanged, and hashed by the element."""
 
 _EXPERTS = "RoutedExperts"
-"""vLLM's class whose buffers no loader fills: with expert parallelism, which rank has which."""
+"""vLLM's class whose buffers no loader fills: with expert parallelism, the rank of each expert."""
 
 _DEFAULT_POOL = (0, 0)
-"""torch's pool of memory that any tensor may get."""
+"""The id of torch's pool of memory for any tensor."""
 
-_PIECE = 16 << 20
-"""Elements that are copied at a time on an accelerator."""
+_PIECE_ELEMENTS = 16 << 20
+"""The elements that are copied at a time on an accelerator."""
 
-_HASHED = 31
-"""Elements of a larger tensor that are hashed without their order. Odd: a constant shows."""
+_HASH_BLOCK = 31
+"""The elements of a larger tensor that are hashed without their order; odd, or equal ones
+cancel."""
 
 _LOG = logging.getLogger(__name__)
 Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 class NotSwappableError(Exception):
-    """This draft cannot have a standby copy; the text says why."""
+    """The reason why a draft cannot have a standby copy."""
 
 
 @dataclass(frozen=True)
-class _Copied:
+class _CopiedModule:
     """A module with parameters of its own, its copy, and the parameters before they are loaded."""
 
     live: nn.Module
@@ -94,9 +95,9 @@ class StandbyCopy:
         self._shared = {id(module) for module in policy.modules()}
         self._storages = storages(policy)
         self._copies: dict[int, nn.Module | None] = {}
-        self._copied: list[_Copied] = []
+        self._copied: list[_CopiedModule] = []
         self._deriving: list[tuple[nn.Module, nn.Module]] = []
-        # What a loader derives may depend on modules that have nothing to load: rotary tables.
+        # Derived tensors may depend on modules that have nothing to load, such as rotary tables.
         self._keeps_all = is_derived(draft)
         root = self._copy(draft)
         if root is None:
@@ -111,7 +112,7 @@ class StandbyCopy:
 
     @property
     def device(self) -> torch.device:
-        """Where the live draft's kernels run."""
+        """The device of the live draft's kernels."""
         return self._copied[0].device
 
     @torch.no_grad()
@@ -136,8 +137,8 @@ class StandbyCopy:
                 if isinstance(method, QuantizeMethodBase) and _is_loaded(copy):
                     _as_first_loaded(method).process_weights_after_loading(copy)
         finally:
-            # Loaders are bound to the modules: such a cycle would keep the memory of a copy that is
-            # dropped until Python's collector runs.
+            # Loaders are bound to the modules: such a cycle would keep the memory of a dropped copy
+            # until Python's collector runs.
             for _, copy in self.modules:
                 for parameter in copy._parameters.values():
                     if parameter is not None:
@@ -151,14 +152,14 @@ class StandbyCopy:
         return hashes_of(self._root)
 
     def pairs(self) -> list[Pair]:
-        """(live, standby) tensors: all that kernels read.
+        """Pair (live, standby) all tensors that kernels read.
 
         Raises NotSwappableError: live draft and copy do not correspond.
         """
         return pairs_of(self.modules) + [p for both in self._deriving for p in _derived(*both)]
 
     def _copy(self, live: nn.Module) -> nn.Module | None:
-        """A copy of the module tree; None for a module without anything to load."""
+        """Copy the module tree; None for a module without anything to load."""
         if id(live) in self._shared:
             return None
         if id(live) not in self._copies:
@@ -182,22 +183,22 @@ class StandbyCopy:
             return None
         kind = type(live).__name__
         if kind != _EXPERTS and any(buffer is not None for buffer in live._buffers.values()):
-            # What a loader copies into them would be live at once.
+            # A loader would write into the live ones.
             raise NotSwappableError(f"{kind} has buffers")
         copy = live.__class__.__new__(live.__class__)
-        copy.__dict__.update({n: value for n, value in live.__dict__.items() if n != _CALLED})
+        copy.__dict__.update({n: value for n, value in live.__dict__.items() if n != _PROCESSED})
         copy.__dict__["_modules"] = children
         copy.__dict__["_parameters"] = dict.fromkeys(live._parameters)
         if any(p.numel() and p.untyped_storage().data_ptr() in self._storages for p in own):
             raise NotSwappableError(f"{kind} is in the verifier's memory")
         if own:
-            self._copied.append(_copied(live, copy))
+            self._copied.append(_copied_module(live, copy))
         if rule_of(live):
             self._deriving.append((live, copy))
         return copy
 
     def _allocate(self) -> None:
-        """Memory for every parameter: on the live ones' device, or pinned where that is full."""
+        """Allocate every parameter on the live ones' device, or pinned if that is full."""
         device = self.device
         needed = sum(p.nbytes for each in self._copied for p in each.meta.values())
         pinned = must_pin(device, needed, self._owed)
@@ -211,7 +212,7 @@ class StandbyCopy:
                     pin_memory=pinned,
                 )
                 # Marks what no loader writes.
-                tensor.fill_(_mark(tensor.dtype))
+                tensor.fill_(_unloaded_mark(tensor.dtype))
                 tensor.__class__ = meta.__class__
                 tensor.__dict__ = meta.__dict__.copy()
                 _rebind_loaders(tensor, each)
@@ -219,9 +220,9 @@ class StandbyCopy:
 
 
 def must_pin(device: torch.device, needed: int, owed: Callable[[], int]) -> bool:
-    """Whether a standby copy goes to pinned host memory, because the engine needs the device's.
+    """Return whether a standby copy goes to pinned host memory, as the engine needs the device's.
 
-    What torch keeps unused is of the engine's streams, which need it again.
+    Memory that torch keeps unused belongs to the engine's streams, which need it again.
     """
     if device.type != "cuda":
         return False
@@ -229,10 +230,10 @@ def must_pin(device: torch.device, needed: int, owed: Callable[[], int]) -> bool
 
 
 def free_bytes(device: torch.device) -> int:
-    """Of a CUDA device: what the driver has, and what torch keeps without using it.
+    """Free bytes of a CUDA device: those of the driver, and those that torch keeps unused.
 
-    What torch keeps for CUDA graphs, or in another private pool, is for that pool alone. Of what
-    another allocator than torch's own keeps there is no account.
+    Memory that torch keeps for CUDA graphs, or in another private pool, is for that pool alone, and
+    an allocator other than torch's own gives no account of what it keeps: neither counts.
     """
     if torch.cuda.get_allocator_backend() != "native":
         return torch.cuda.mem_get_info(device)[0]
@@ -245,7 +246,7 @@ def free_bytes(device: torch.device) -> int:
     return torch.cuda.mem_get_info(device)[0] + kept
 
 
-def _copied(live: nn.Module, copy: nn.Module) -> _Copied:
+def _copied_module(live: nn.Module, copy: nn.Module) -> _CopiedModule:
     from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
     from vllm.model_executor.model_loader.reload.meta import to_meta_tensor
 
@@ -253,20 +254,20 @@ def _copied(live: nn.Module, copy: nn.Module) -> _Copied:
     if info.can_load():
         raise NotSwappableError("a reload of the draft is under way")
     meta = {
-        # vLLM keeps no metadata of some parameters (biases): they are loaded in their present form.
+        # vLLM keeps no metadata of some parameters (biases): they are loaded in their live form.
         name: info.restore_metadata[0].get(name, to_meta_tensor(parameter))
         for name, parameter in live._parameters.items()
         if parameter is not None
     }
-    return _Copied(live, copy, meta, torch.device(info.restore_device))
+    return _CopiedModule(live, copy, meta, torch.device(info.restore_device))
 
 
-def _rebind_loaders(tensor: torch.Tensor, module: _Copied) -> None:
+def _rebind_loaders(tensor: torch.Tensor, module: _CopiedModule) -> None:
     """Have the weight loaders that are attributes of a parameter load into the copied module."""
     from vllm.model_executor.model_loader.reload.sanitize import layer_ref_sentinel
 
     for name, value in tensor.__dict__.items():
-        # A reload leaves its wrappers on the metadata; outside of one they load nothing.
+        # A reload leaves its wrappers on the metadata; outside a reload they load nothing.
         while getattr(value, "__name__", "") == "online_process_loader":
             value = value.__wrapped__
         if isinstance(value, MethodType) and value.__self__ in (module.live, layer_ref_sentinel):
@@ -275,10 +276,10 @@ def _rebind_loaders(tensor: torch.Tensor, module: _Copied) -> None:
 
 
 def _as_first_loaded(method: Any) -> Any:
-    """Of experts on a CPU, a method that has not processed any: it packs them only the first time.
+    """Return a method as it is before its first load: on a CPU, experts are packed only then.
 
     The live method stays as it is, because the engine computes with it meanwhile. On GPUs
-    ``UnquantizedFusedMoEMethod._setup_kernel`` converts them every time. See ``vllm_patches``.
+    ``UnquantizedFusedMoEMethod._setup_kernel`` converts experts every time. See ``vllm_patches``.
     """
     from vllm.platforms import current_platform
 
@@ -293,13 +294,13 @@ def _is_loaded(copy: nn.Module) -> bool:
     return any(parameter is not None for parameter in copy._parameters.values())
 
 
-def _mark(dtype: torch.dtype) -> float:
-    """What no draft has: a stage with NaN is refused, and no offset of d2t is as low."""
+def _unloaded_mark(dtype: torch.dtype) -> float:
+    """A value that no draft has: a stage with NaN is refused, and no offset of d2t is as low."""
     return float("nan") if dtype.is_floating_point else torch.iinfo(dtype).min
 
 
 def _drop_unloaded(copy: nn.Module) -> None:
-    """Remove parameters that no tensor of the checkpoint is for, the live ones stay; zero padding.
+    """Remove parameters that the checkpoint lacks, so that the live ones stay; zero padding.
 
     Raises:
         NotSwappableError: part of a parameter was loaded.
@@ -307,7 +308,7 @@ def _drop_unloaded(copy: nn.Module) -> None:
     for name, parameter in list(copy._parameters.items()):
         if parameter is None:
             continue
-        floating, mark = parameter.is_floating_point(), _mark(parameter.dtype)
+        floating, mark = parameter.is_floating_point(), _unloaded_mark(parameter.dtype)
         marked = torch.isnan(parameter) if floating else parameter == mark
         missing = int(marked.sum())
         if missing == parameter.numel():
@@ -324,14 +325,13 @@ def _drop_unloaded(copy: nn.Module) -> None:
 
 
 def standby_bytes(policy: nn.Module, draft: nn.Module) -> int:
-    """What the standby copies of a draft take at most: the previous release and the staged one."""
-    return MOST_COPIES * sum(tensor.nbytes for tensor in own_tensors(policy, draft))
+    """The most bytes of a draft's standby copies: the previous release and the staged one."""
+    return MAX_COPIES * sum(tensor.nbytes for tensor in own_tensors(policy, draft))
 
 
 def own_tensors(policy: nn.Module, draft: nn.Module) -> list[torch.Tensor]:
-    """A draft's parameters and what is derived from them, but for those in the verifier's memory.
-
-    Of no size are those that a CPU packs away.
+    """A draft's parameters and the tensors derived from them, without those in the verifier's
+    memory. Those that a CPU packs away are empty.
     """
     shared = storages(policy)
     tensors = [*draft.parameters(), *(tensor for _, tensor in derived(draft))]
@@ -339,7 +339,7 @@ def own_tensors(policy: nn.Module, draft: nn.Module) -> list[torch.Tensor]:
 
 
 def pairs_of(modules: Iterable[tuple[nn.Module, nn.Module]]) -> list[Pair]:
-    """(live, standby) tensors of (live, copy) modules: all that kernels read.
+    """Pair (live, standby) all tensors of (live, copy) modules that kernels read.
 
     Raises NotSwappableError: they do not correspond.
     """
@@ -370,7 +370,7 @@ def _pairs(live: nn.Module, copy: nn.Module) -> Iterator[Pair]:
 
 
 def _derived(live: nn.Module, copy: nn.Module) -> Iterator[Pair]:
-    """(live, standby) of what the modules' loader derives (``served.derived``)."""
+    """Pair (live, standby) the tensors that the modules' loader derives (``served.derived``)."""
     for name in rule_of(live):
         mine, standby = live.__dict__.get(name), copy.__dict__.get(name)
         if mine is None and standby is None:
@@ -382,7 +382,7 @@ def _derived(live: nn.Module, copy: nn.Module) -> Iterator[Pair]:
 
 
 def _closure(function: Any) -> list[Any]:
-    """What a function closes over; of vLLM's handle of a oneDNN matrix the tensor in it."""
+    """The values in a function's closure; for vLLM's handle of a oneDNN matrix, its tensor."""
     contents = (cell.cell_contents for cell in getattr(function, "__closure__", None) or ())
     return [getattr(value, "handler_tensor", value) for value in contents]
 
@@ -403,18 +403,18 @@ def swap_contents(pairs: Iterable[Pair]) -> None:
     pairs = list(pairs)
     accelerated = any(live.device.type != "cpu" for live, _ in pairs)
     if accelerated:
-        # Another stream of vLLM's may still read the draft.
+        # Another of vLLM's streams may still read the draft.
         torch.cuda.synchronize()
     copied: set[int] = set()
     for live, standby in pairs:
-        by_content = live.device.type != "cpu" or live.nbytes <= _SMALL
+        by_content = live.device.type != "cpu" or live.nbytes <= _SMALL_BYTES
         if by_content and live.data_ptr() in copied:
             continue  # another name for a tensor that was copied
         if live.data_ptr():
             copied.add(live.data_ptr())
         if live.device.type != "cpu":
             _copy_both_ways(live, standby)
-        elif live.nbytes <= _SMALL:
+        elif live.nbytes <= _SMALL_BYTES:
             kept = live.clone()
             live.copy_(standby)
             standby.copy_(kept)
@@ -425,10 +425,10 @@ def swap_contents(pairs: Iterable[Pair]) -> None:
 
 
 def _copy_both_ways(live: torch.Tensor, standby: torch.Tensor) -> None:
-    """In pieces, so that little of the device's memory is needed."""
+    """Exchange contents in pieces, so that little of the device's memory is needed."""
     flat = live.is_contiguous() and standby.is_contiguous()
-    lives = live.view(-1).split(_PIECE) if flat else (live,)
-    standbys = standby.view(-1).split(_PIECE) if flat else (standby,)
+    lives = live.view(-1).split(_PIECE_ELEMENTS) if flat else (live,)
+    standbys = standby.view(-1).split(_PIECE_ELEMENTS) if flat else (standby,)
     for one, other in zip(lives, standbys, strict=True):
         kept = one.clone()
         one.copy_(other, non_blocking=True)
@@ -436,16 +436,16 @@ def _copy_both_ways(live: torch.Tensor, standby: torch.Tensor) -> None:
 
 
 def element_hash(parameter: torch.Tensor) -> int:
-    """Hash of a tensor's elements and of their order, but for that within 31 neighbours.
+    """Hash a tensor's elements and their order, except the order within 31 neighbours.
 
-    XOR of each 31 elements, weighted by their place: one pass at the memory's speed, where an XOR
+    XORs of 31 elements each, weighted by their place: one pass at the memory's speed, where an XOR
     of all would be blind to swapped rows or shards. A small tensor is hashed by the element.
     """
     values = parameter.detach().reshape(-1)
     if values.dtype.itemsize == 1:
         # torch.hash_tensor has no kernel for the 8-bit floats.
         values = values.view(torch.int8)
-    block = _HASHED if values.nbytes > _SMALL else 1
+    block = _HASH_BLOCK if values.nbytes > _SMALL_BYTES else 1
     whole = values.numel() // block * block
     hashes = torch.hash_tensor(values[:whole].view(-1, block), 1).view(torch.int64)
     if whole < values.numel():
@@ -456,7 +456,7 @@ def element_hash(parameter: torch.Tensor) -> int:
 
 
 def hashes_of(draft: nn.Module, without: Container[int] = ()) -> dict[str, int]:
-    """``element_hash`` by name of the parameters that packing leaves, and of what is derived.
+    """Hash the parameters that packing leaves, and the derived tensors (``element_hash``), by name.
 
     Args:
         draft: the draft, or a copy of it.

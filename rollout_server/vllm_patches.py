@@ -1,5 +1,5 @@
-"""Patches for five vLLM bugs that change what is generated, for one that changes what is returned,
-and for one that serialises requests.
+"""Patches for five bugs of vLLM that change what is generated, one that changes what is returned,
+and one that serialises requests.
 
 **A shared lm_head.** If the draft's lm_head equals the verifier's when vLLM loads it, which is the
 usual initialisation of a draft, vLLM drops the draft's and points it at the verifier's. The next
@@ -66,13 +66,13 @@ from rollout_server.vllm_versions import older
 EMBEDDING = "embed_tokens"
 
 SPINS, PAUSE_SECONDS = 1000, 1e-4
-"""Turns of the loop between two sleeps, which take about a millisecond, and how long one is."""
+"""The turns of the loop between two sleeps, about a millisecond, and the length of a sleep."""
 
 
 def install() -> None:
     """Patch the vLLM of this process; not to be called twice.
 
-    Raises RefusedError: what samples the drafts, or checks requests for them, is unknown.
+    Raises RefusedError: the code that samples drafts, or checks requests for them, is unknown.
     """
     import vllm.distributed.device_communicators.shm_broadcast as shm_broadcast
     import vllm.v1.sample.rejection_sampler as rejection_sampler
@@ -124,7 +124,7 @@ def keep_own_lm_head(proposer_class: type) -> None:
 
 
 def keep_own_lm_head_v2(module: ModuleType) -> None:
-    """The same for Model Runner V2."""
+    """Make Model Runner V2 leave an lm_head alone that the checkpoint brought."""
     original: Callable[..., bool] = module._should_share
 
     def should_share(model: nn.Module, own: str, draft: Any, target: Any) -> bool:
@@ -159,12 +159,12 @@ def refuse_stop_strings(params_class: type, version: str) -> None:
 
 
 def storages(module: nn.Module) -> set[int]:
-    """Addresses of the memory of all parameters that have any."""
+    """The addresses of the memory of all parameters that have any."""
     return {p.untyped_storage().data_ptr() for p in module.parameters() if p.numel()}
 
 
 def shares_embedding(policy: nn.Module, draft: nn.Module) -> bool:
-    """Whether the draft uses the verifier's embedding module."""
+    """Return whether the draft uses the verifier's embedding module."""
     theirs = {id(module) for module in policy.modules()}
     return any(
         name.rpartition(".")[2] == EMBEDDING and id(module) in theirs
@@ -173,7 +173,7 @@ def shares_embedding(policy: nn.Module, draft: nn.Module) -> bool:
 
 
 def shared_parameters(policy: nn.Module, draft: nn.Module) -> list[str]:
-    """Draft parameters in the verifier's memory, except for the embedding.
+    """Find draft parameters in the verifier's memory, except for the embedding.
 
     Compares storages, not values, so two equal tensors in different memory pass.
 
@@ -191,7 +191,7 @@ def shared_parameters(policy: nn.Module, draft: nn.Module) -> list[str]:
 
 
 def ties_lm_head(model: nn.Module) -> bool:
-    """Whether a model's lm_head is its embedding matrix, in the same memory.
+    """Return whether a model's lm_head is its embedding matrix, in the same memory.
 
     Its config.json does not say: from 0.32 on, vLLM serves an lm_head that the checkpoint stores
     and that differs from the embeddings (``ModelConfig.maybe_untie_word_embeddings``).
@@ -214,14 +214,14 @@ def expand_batch_to_tokens(
     replace_from: float = 0,
     replace_to: float = 0,
 ) -> torch.Tensor:
-    """One value per request, repeated for each of its tokens.
+    """Repeat one value per request for each of its tokens.
 
     Args:
         x: [batch], any dtype.
         cu_num_tokens: [batch], integer, cumulative tokens up to and including each request.
         num_tokens: total, the length of the result.
         replace_from: a value of ``x`` to be replaced.
-        replace_to: by this one.
+        replace_to: its replacement.
 
     Returns:
         [num_tokens], the dtype of ``x``.
@@ -305,7 +305,7 @@ def follow_tied_embedding(head_class: type, method_class: type) -> None:
 
 
 def keep_convolution(method_class: type) -> None:
-    """Have the memory of a convolution before it was packed follow every load, on a CPU.
+    """Have a convolution's memory from before it was packed follow every load, on a CPU.
 
     Args:
         method_class: ``UnquantizedLinearMethod``; layers that it packs without keeping their plain

@@ -1,11 +1,10 @@
 """vLLM versions: imports that differ between them, and the names that the plug-ins need.
 
-The launcher checks all of it before anything is loaded: a version outside of ``KNOWN`` and a name
-that the plug-ins patch and that is not there are refusals, where they would be an AttributeError in
-a worker half a minute later. Names are looked up in vLLM's source (``ast``), so that nothing is
-imported for it, attributes that exist in instances only are seen, and the same check runs over
-wheels of other versions (``docs/make_vllm_versions.py``, which keeps the table in
-docs/operations.md).
+The launcher checks all of it before anything is loaded: it refuses a version outside ``KNOWN``, and
+a name that the plug-ins patch and that is missing, which would be an AttributeError in a worker
+half a minute later. Names are looked up in vLLM's source (``ast``), so that nothing is imported for
+it, attributes that only instances have are seen, and the same check runs over wheels of other
+versions (``docs/make_vllm_versions.py``, which keeps the table in docs/operations.md).
 """
 
 from __future__ import annotations
@@ -46,13 +45,13 @@ TESTED = (
     Tested("0.31", "V2", "asynchronous"),
     Tested("0.32", "V1", "synchronous"),
     Tested("0.32", "V2", "asynchronous"),
-    # It has no CPU build: with the kernels of 0.32's.
+    # It has no CPU build: tested with the kernels of 0.32's.
     Tested("0.33", "V1", "synchronous"),
 )
 _TESTED_VERSIONS = tuple(dict.fromkeys(tested.version for tested in TESTED))
 
 KNOWN = ("0.29", "0.30", "0.31", "0.32", "0.33")
-"""Versions whose source has every name below with these parameters."""
+"""The versions whose source has every name below with these parameters."""
 
 OPTION = "--untested-vllm"
 
@@ -271,16 +270,17 @@ HOOKS: tuple[Hook, ...] = (
 )
 
 DRAFT_LENGTHS_V2 = Hook(_RUNNER_V2, "ExecuteModelState.num_spec_tokens_to_schedule")
-"""Model Runner V2 knows how many tokens the scheduler plans; without it, all are always verified.
+"""The field by which Model Runner V2 knows how many tokens the scheduler plans; without it, all are
+always verified.
 
-Its speculator of draft models (``StandaloneARSpeculator``) drafts the most all the same, and the
-runner leaves out those that are not planned: a shorter length saves verification alone."""
+Its speculator for draft models (``StandaloneARSpeculator``) always drafts the most, and the runner
+drops those that are not planned: a shorter length saves verification alone."""
 
 logger = logging.getLogger(__name__)
 
 
 def check_version(version: str, untested: bool) -> None:
-    """Refuse a vLLM outside of ``KNOWN``, warn about one outside of ``TESTED``.
+    """Refuse a vLLM outside ``KNOWN``, warn about one outside ``TESTED``.
 
     Raises RefusedError: unless ``untested``.
     """
@@ -302,7 +302,7 @@ def check_version(version: str, untested: bool) -> None:
 
 
 def older(version: str, release: str) -> bool:
-    """Whether a version comes before a release ("0.32"); one that is not a number does not."""
+    """Return whether a version comes before a release ("0.32"); False if it is not a number."""
     found = re.match(r"(\d+)\.(\d+)", version)
     return found is not None and [*map(int, found.groups())] < [*map(int, release.split("."))]
 
@@ -310,7 +310,7 @@ def older(version: str, release: str) -> bool:
 def check_hooks(version: str, read: ReadSource | None = None) -> None:
     """Refuse a vLLM that lacks a name which the plug-ins need.
 
-    Raises RefusedError: naming every one.
+    Raises RefusedError: naming each of them.
     """
     lacking = missing(Sources(read or installed_source))
     if lacking:
@@ -323,7 +323,7 @@ def check_hooks(version: str, read: ReadSource | None = None) -> None:
 
 
 def load(name: str) -> Any:
-    """A function of ``PLACES``, imported from where this vLLM has it.
+    """Import a function of ``PLACES`` from where this vLLM has it.
 
     Raises RefusedError: it is at none of them.
     """
@@ -337,14 +337,14 @@ def load(name: str) -> Any:
 
 
 def configure_logging(args: Any) -> None:
-    """As vLLM's own server does; before 0.31 it had no options for that."""
+    """Configure logging as vLLM's own server does; before 0.31 it had no options for that."""
     configure = getattr(importlib.import_module("vllm.logger"), "configure_logging_from_args", None)
     if configure is not None:
         configure(args)
 
 
 def installed_source(module: str) -> str | None:
-    """Of the vLLM in this environment, without importing it."""
+    """Read a module's source in this environment's vLLM, without importing it."""
     package = importlib.util.find_spec("vllm")
     for root in (package and package.submodule_search_locations) or ():
         path = Path(root).joinpath(*module.split(".")[1:])
@@ -355,7 +355,7 @@ def installed_source(module: str) -> str | None:
 
 
 class Sources:
-    """Names in the source of one vLLM."""
+    """A look-up of names in the source of one vLLM."""
 
     def __init__(self, read: ReadSource) -> None:
         self._read = read
@@ -366,18 +366,18 @@ class Sources:
         return None if text is None else ast.parse(text)
 
     def find(self, module: str, name: str) -> ast.AST | None:
-        """What ``name`` is bound by, through imports and base classes; None: there is no such."""
+        """Find the binding of ``name``, through imports and base classes; None if there is none."""
         tree = self.module(module)
         if tree is None:
             return None
         owner, _, attribute = name.partition(".")
-        found, defined_in = self._at_top(tree, module, owner)
+        found, defined_in = self._module_binding(tree, module, owner)
         if found is None or not attribute:
             return found
         return self._attribute(found, defined_in, attribute)
 
     def lacks(self, hook: Hook) -> str:
-        """Why a hook cannot be used; empty if it can."""
+        """Return why a hook cannot be used; empty if it can."""
         found = self.find(hook.module, hook.name)
         where = f"{hook.module}.{hook.name}"
         if found is None:
@@ -398,7 +398,9 @@ class Sources:
             return f"{where} takes {tuple(names)}, not {expected}"
         return ""
 
-    def _at_top(self, tree: ast.Module, module: str, name: str) -> tuple[ast.AST | None, str]:
+    def _module_binding(
+        self, tree: ast.Module, module: str, name: str
+    ) -> tuple[ast.AST | None, str]:
         """The binding of a module's name, and the module that defines it."""
         for node in ast.walk(tree):
             if not isinstance(node, ast.ImportFrom):
@@ -408,22 +410,24 @@ class Sources:
                     parent = ".".join(module.split(".")[: -node.level]) + "." if node.level else ""
                     origin = f"{parent}{node.module}"
                     source = self.module(origin)
-                    found = self._at_top(source, origin, alias.name) if source else (None, "")
+                    found = (
+                        self._module_binding(source, origin, alias.name) if source else (None, "")
+                    )
                     if found[0] is not None:
                         return found
-        for node in _bound(tree.body):
-            if name in _names(node):
+        for node in _statements(tree.body):
+            if name in _bound_names(node):
                 return node, module
         return None, module
 
     def _attribute(self, owner: ast.AST, module: str, name: str) -> ast.AST | None:
         if not isinstance(owner, ast.ClassDef):
             return None
-        for node in _bound(owner.body):
-            if name in _names(node):
+        for node in _statements(owner.body):
+            if name in _bound_names(node):
                 return node
         for inner in ast.walk(owner):
-            # What methods set: self.name = ..., self.name: type = ...
+            # Attributes that methods set: self.name = ..., self.name: type = ...
             if isinstance(inner, ast.Attribute) and inner.attr == name:
                 of_self = isinstance(inner.value, ast.Name) and inner.value.id == "self"
                 if of_self and isinstance(inner.ctx, ast.Store):
@@ -432,7 +436,9 @@ class Sources:
             named = base.value if isinstance(base, ast.Subscript) else base
             if isinstance(named, ast.Name):
                 tree = self.module(module)
-                found, defined_in = self._at_top(tree, module, named.id) if tree else (None, "")
+                found, defined_in = (
+                    self._module_binding(tree, module, named.id) if tree else (None, "")
+                )
                 inherited = found and self._attribute(found, defined_in, name)
                 if inherited:
                     return inherited
@@ -440,7 +446,7 @@ class Sources:
 
 
 def missing(sources: Sources) -> list[str]:
-    """What the plug-ins need and this source lacks."""
+    """List what the plug-ins need and this source lacks."""
     lacking = [sources.lacks(hook) for hook in HOOKS]
     for name, places in PLACES.items():
         if all(sources.find(place, name) is None for place in places):
@@ -448,17 +454,17 @@ def missing(sources: Sources) -> list[str]:
     return [text for text in lacking if text]
 
 
-def _bound(body: list[ast.stmt]) -> Iterator[ast.stmt]:
-    """Statements of a body, those under if, try and with included."""
+def _statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
+    """Yield the statements of a body, those under if, try and with included."""
     for node in body:
         yield node
         for inner in ("body", "orelse", "finalbody"):
             if isinstance(node, ast.If | ast.Try | ast.With):
-                yield from _bound(getattr(node, inner, []))
+                yield from _statements(getattr(node, inner, []))
 
 
-def _names(node: ast.stmt) -> set[str]:
-    """What a statement binds."""
+def _bound_names(node: ast.stmt) -> set[str]:
+    """The names that a statement binds."""
     if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
         return {node.name}
     targets = node.targets if isinstance(node, ast.Assign) else []

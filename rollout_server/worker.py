@@ -1,8 +1,8 @@
 """Methods that Slipstream adds to vLLM's workers.
 
-Each is one ``collective_rpc`` call, which vLLM runs between two engine steps. They answer plain
-data and report failures as data: an exception inside a worker call says nothing about which ranks
-did what.
+Each is one ``collective_rpc`` call, which vLLM runs between two engine steps. They return plain
+data and report failures as data: an exception inside a worker call does not say which ranks did
+what.
 """
 
 from __future__ import annotations
@@ -86,11 +86,11 @@ class DraftingSwitch:
 
 
 class SpeculatorSwitch:
-    """The same for Model Runner V2, whose drafts are a speculator's.
+    """Skips the draft's forward pass on Model Runner V2, whose drafts come from a speculator.
 
-    Without it that runner runs the draft once a step where the scheduler plans no tokens (from
-    vLLM 0.32 on), or drafts all of them (before). While drafting is off the answer is what its
-    speculators say then: -1, no token, in every place.
+    Without this switch, that runner runs the draft once a step if the scheduler plans no tokens
+    (from vLLM 0.32 on), or drafts all of them (before). While drafting is off this proposes what
+    its speculators do then: -1, no token, in every place.
     """
 
     def __init__(self, runner: Any) -> None:
@@ -111,7 +111,7 @@ class SpeculatorSwitch:
 
 
 def runner_version(worker: Any) -> str:
-    """ "V2" or "V1": which of vLLM's two model runners this worker has."""
+    """Return "V1" or "V2": which of vLLM's two model runners this worker has."""
     return "V2" if hasattr(worker.model_runner, "speculator") else "V1"
 
 
@@ -132,7 +132,7 @@ class WorkerHooks:
 
     @classmethod
     def of(cls, worker: Any) -> WorkerHooks:
-        """The worker's own, made at the first call."""
+        """Return the worker's own hooks, made at the first call."""
         if not hasattr(worker, _HOOKS):
             setattr(worker, _HOOKS, cls(worker))
         hooks: WorkerHooks = getattr(worker, _HOOKS)
@@ -140,7 +140,7 @@ class WorkerHooks:
 
 
 def slipstream_describe(self: Any) -> dict[str, Any]:
-    """The models in memory.
+    """Describe the models in memory.
 
     Returns:
         {"shares_embedding": bool, "shared": names of draft parameters in the verifier's memory,
@@ -162,7 +162,7 @@ def slipstream_describe(self: Any) -> dict[str, Any]:
 
 
 def slipstream_apply(self: Any, messages: list[Mapping[str, Any]]) -> dict[str, Any]:
-    """Apply every change (``Change.to_message``), or none. Answers ``Result`` as a dict."""
+    """Apply every change (``Change.to_message``), or none. Returns ``Result`` as a dict."""
     from vllm.config import set_current_vllm_config
 
     if _sleeps(self):
@@ -178,13 +178,13 @@ def slipstream_apply(self: Any, messages: list[Mapping[str, Any]]) -> dict[str, 
             receive = functools.partial(_receive, self)
             live = LiveModel(self.get_model(), config.model_config, receive=receive)
         changes.append((change, live))
-    # Last: what a weight-transfer engine brings, or has brought, cannot be put back from here.
+    # Last: weights from a weight-transfer engine, new or old, cannot be put back from here.
     changes.sort(key=lambda each: bool(each[0].new.transfer or each[0].old.transfer))
     try:
         for change, live in changes:
             if live.reloads(change.new):
                 if live.standby is not None:
-                    live.standby.drop()  # As the reload will: what that frees is room.
+                    live.standby.drop()  # The reload would, and what it frees counts as room.
                 draft = change.kind == "draft"
                 without = {*self.get_model().modules()} if draft else ()
                 buffers = _packed_bytes(self) if change.new.transfer else 0
@@ -199,8 +199,8 @@ def slipstream_apply(self: Any, messages: list[Mapping[str, Any]]) -> dict[str, 
 
 
 def _packed_bytes(worker: Any) -> int:
-    """Of the buffers into which vLLM's engine for NCCL receives many tensors at a time, and of the
-    tensor that each may exceed its size by."""
+    """The bytes of the buffers into which vLLM's engine for NCCL receives many tensors at a time,
+    each with the one tensor by which it may exceed its size."""
     engine = worker.weight_transfer_engine
     if not getattr(engine, "packed", False):
         return 0
@@ -209,19 +209,19 @@ def _packed_bytes(worker: Any) -> int:
 
 
 def _sleeps(worker: Any) -> bool:
-    # Noted without hooks too: a server without a draft has none, and its policy sleeps as well.
+    # Not in the hooks: a server without a draft has none, and its policy sleeps as well.
     return bool(getattr(worker, _SLEEPS, False))
 
 
 def _receive(worker: Any, transfer: str) -> None:
-    """One session of vLLM's weight-transfer engine, from its start to its end.
+    """Run one session of vLLM's weight-transfer engine, from its start to its end.
 
     Raises RefusedError (``refuse_lost``) or one of ``LOAD_FAILURES``; the session is then over, and
     the model may be torn.
     """
     model = worker.get_model()
     if any(parameter.device.type != "cpu" for parameter in model.parameters()):
-        # vLLM may load on other streams than that of a step which still runs.
+        # vLLM may load on another stream than that of a step that still runs.
         torch.cuda.synchronize()
     try:
         worker.start_weight_update()
@@ -256,7 +256,8 @@ def _names_loaded(model: Any) -> Iterator[set[str]]:
 
 
 def _own_update(worker: Any, transfer: str) -> Any:
-    """Of a list, which has an entry for each worker of all data-parallel ranks, the worker's.
+    """Read an update; of a list, with an entry for each worker of all data-parallel ranks, this
+    worker's entry.
 
     Before 0.31, vLLM itself gives every rank of a dense policy the entries of rank 0.
     """
@@ -268,7 +269,7 @@ def _own_update(worker: Any, transfer: str) -> Any:
 
 
 def slipstream_check_transfer(self: Any, transfer: str) -> str:
-    """Why this worker's weight-transfer engine could not take an update; empty if it could."""
+    """Return why the weight-transfer engine could not take an update; empty if it could."""
     engine = self.weight_transfer_engine
     if engine is None:
         return "no weight-transfer engine: start the server with --weight-transfer-config"
@@ -276,8 +277,8 @@ def slipstream_check_transfer(self: Any, transfer: str) -> str:
         update = engine.parse_update_info(_own_update(self, transfer))
     except (ValueError, TypeError, KeyError, IndexError) as error:
         return f"{type(engine).__name__}: {type(error).__name__}: {error}"
-    # From vLLM 0.33 on, an empty update over NCCL is of the tensors of the one before it. Where
-    # there was none it would load nothing, and the old weights would count as the new version.
+    # From vLLM 0.33 on, an empty update over NCCL names the tensors of the one before it. If there
+    # was none it would load nothing, and the old weights would count as the new version.
     before = getattr(engine, "_last_update_info", None)
     if before is not None and not update.names and self.get_model() not in before:
         return (
@@ -298,28 +299,28 @@ def slipstream_prepare(self: Any, source: Mapping[str, Any], keep: Mapping[str, 
 
 
 def slipstream_read_back(self: Any) -> str:
-    """``ReadBack``'s finding about the draft in this worker's memory."""
+    """Check the draft in this worker's memory (``ReadBack.check``)."""
     if self.get_draft_model() is None:
         return SAME
     return ASLEEP if _sleeps(self) else WorkerHooks.of(self).read_back.check()
 
 
 def slipstream_forget(self: Any, evicted: list[str]) -> None:
-    """Drop the encoder's outputs of these hashes, which no request refers to."""
+    """Drop the encoder's outputs with these hashes, which no request refers to."""
     cache = self.model_runner.encoder_cache
-    # Model Runner V1's is the dict itself, V2's has one, or is None for a model without an encoder.
+    # Model Runner V1's is the dict itself, V2's has one, or is None if there is no encoder.
     outputs = getattr(cache, "encoder_outputs", cache) or {}
     for name in evicted:
         outputs.pop(name, None)
 
 
 def slipstream_set_speculation(self: Any, enabled: bool) -> float:
-    """Skip the draft's forward pass or run it. Answers seconds."""
+    """Skip the draft's forward pass or run it. Returns the seconds that this took."""
     start = time.perf_counter()
     if self.get_draft_model() is not None:
         hooks = WorkerHooks.of(self)
         if hooks.drafting is None:
-            # Not before it is needed: a server that always speculates runs unhooked.
+            # Made when first needed: a server that always speculates runs unhooked.
             switch = SpeculatorSwitch if runner_version(self) == "V2" else DraftingSwitch
             hooks.drafting = switch(self.model_runner)
         hooks.drafting.enabled = enabled
@@ -330,8 +331,8 @@ _RESERVED = "slipstream_reserved_bytes"
 
 
 def owed_bytes(worker: Any) -> int:
-    """Bytes of its share of the device (``--gpu-memory-utilization``) that the engine may still ask
-    for: CUDA graphs, the sampler, peaks of the activations. What was set aside for the standby
+    """The bytes of its share of the device (``--gpu-memory-utilization``) that the engine may still
+    ask for: CUDA graphs, the sampler, peaks of the activations. Memory set aside for the standby
     copies (``reserve_standby``) is not the engine's."""
     engine = worker.requested_memory - getattr(worker, _RESERVED, 0)
     return max(0, int(engine) - torch.cuda.memory_reserved(worker.device))
@@ -340,15 +341,15 @@ def owed_bytes(worker: Any) -> int:
 def reserve_standby(worker_class: type) -> None:
     """Make vLLM's ``Worker`` leave the standby copies' memory out of the KV cache.
 
-    They live inside ``--gpu-memory-utilization`` then. A cache whose size was given in bytes
-    (``--kv-cache-memory-bytes``) stays as it was given. vLLM asks once, after the models are
-    loaded; its workers for CPUs answer otherwise.
+    They then fit inside ``--gpu-memory-utilization``. A cache whose size was given in bytes
+    (``--kv-cache-memory-bytes``) keeps that size. vLLM asks once, after the models are loaded; its
+    workers for CPUs have a method of their own.
     """
     determine = worker_class.determine_available_memory  # type: ignore[attr-defined]
 
     def leaving_room(self: Any) -> int:
-        # As given: with VLLM_ENABLE_STARTUP_PLAN vLLM sets it to what an earlier start measured,
-        # the copies' memory included.
+        # Read before the call: with VLLM_ENABLE_STARTUP_PLAN vLLM sets it to what an earlier start
+        # measured, the copies' memory included.
         given = self.cache_config.kv_cache_memory_bytes
         available = int(determine(self))
         draft = self.get_draft_model()
@@ -366,15 +367,15 @@ def reserve_standby(worker_class: type) -> None:
 def check_room(
     model: torch.nn.Module, without: Container[torch.nn.Module] = (), buffers: int = 0
 ) -> None:
-    """Refuse to begin a reload that memory is too short for.
+    """Refuse to begin a reload for which there is too little memory.
 
-    A layer-wise reload holds one layer twice; as it is loaded, too, where vLLM converts it then.
-    Where that fails, the old weights cannot be loaded either, and the server would have to stop.
+    A layer-wise reload holds one layer twice, and also as loaded where vLLM converts it then. If
+    that fails, the old weights cannot be loaded either, and the server would have to stop.
 
     Args:
         model: the live policy or draft.
-        without: modules that are not reloaded: a draft's that are the verifier's.
-        buffers: bytes that receiving takes beside it.
+        without: modules that are not reloaded: those of a draft that are the verifier's.
+        buffers: bytes that receiving takes besides.
 
     Raises RefusedError: naming the bytes.
     """
@@ -394,12 +395,12 @@ def check_room(
 
 
 def _reload_bytes(module: torch.nn.Module) -> int:
-    """Of a module's own parameters while they are reloaded, beside the live ones."""
+    """The bytes of a module's own parameters while they are reloaded, beside the live ones."""
     from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
     live = dict(module.named_parameters(recurse=False))
     loaded = get_layerwise_info(module).restore_metadata[0] if live else {}
-    # Quantized as they are loaded: the loaded ones are there until the converted ones are.
+    # Quantized after loading: the loaded ones stay until the converted ones are made.
     converted = any(name in live and live[name].dtype != t.dtype for name, t in loaded.items())
     both = (*live.values(), *(loaded.values() if converted else ()))
     return sum(tensor.nbytes for tensor in both)
@@ -409,8 +410,8 @@ def _reload_bytes(module: torch.nn.Module) -> int:
 def _blank(policy: torch.nn.Module, draft: torch.nn.Module) -> None:
     """Zero a lost draft, so that all its logits are zero.
 
-    What lost memory holds can make them NaN, and for a token that was drafted from such logits
-    vLLM's rejection sampler emits one that the policy did not choose.
+    Lost memory can make them NaN, and for a token that was drafted from such logits vLLM's
+    rejection sampler emits one that the policy did not choose.
     """
     for tensor in own_tensors(policy, draft):
         if tensor.is_floating_point():
@@ -420,7 +421,7 @@ def _blank(policy: torch.nn.Module, draft: torch.nn.Module) -> None:
 def watch_sleep(worker_class: type) -> None:
     """Make vLLM's ``Worker`` note that it sleeps, and that level 2 loses the draft.
 
-    Of that it keeps the vocabulary map; the rest is zero until the trainer has put it right.
+    The vocabulary map is kept; the rest is zero until the trainer has put it right.
     """
     sleep, wake_up = worker_class.sleep, worker_class.wake_up  # type: ignore[attr-defined]
 
@@ -431,8 +432,8 @@ def watch_sleep(worker_class: type) -> None:
             hooks.standby.drop()  # sleep frees memory
             if level >= 2:
                 hooks.read_back.lost = True
-                # d2t: offsets that are whatever the memory holds can be out of bounds, which ends
-                # the engine if it drafts before the trainer has put the draft right.
+                # d2t: random offsets can be out of bounds, which ends the engine if it drafts
+                # before the trainer has put the draft right.
                 own = self.get_draft_model().parameters()
                 hooks.kept = [(p, p.cpu().clone()) for p in own if not p.is_floating_point()]
         sleep(self, level)

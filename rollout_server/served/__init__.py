@@ -22,11 +22,11 @@ SERVED: dict[str, Served] = {
         WithoutWeights("none", None),
     )
 }
-"""By ``--draft-kind``."""
+"""The mechanisms by ``--draft-kind``."""
 
 _NOT_SWAPPED = re.compile("dflash|dspark|eagle(?!3)")
-"""In names of architectures that vLLM loads and a swap would tear, or that nothing here trains;
-docs/mechanisms.md says why of each."""
+"""A pattern in names of architectures that vLLM loads and a swap would tear, or that nothing here
+trains; docs/mechanisms.md gives the reason for each."""
 
 _FIRST_LAYER = {
     "model.layers.0.self_attn.q_proj.weight",

@@ -15,10 +15,10 @@ from vllm.model_executor.models.qwen3_next_mtp import Qwen3NextMTP as TheirHead
 
 
 class _DenseAllowed:
-    """Before vLLM's class among the bases."""
+    """A base that comes before vLLM's class."""
 
     def set_moe_parameters(self: Any) -> None:
-        """vLLM's own where there are experts."""
+        """Call vLLM's own if there are experts."""
         if any(isinstance(layer.mlp, Qwen3NextSparseMoeBlock) for layer in self.model.layers):
             super().set_moe_parameters()  # type: ignore[misc]
             return

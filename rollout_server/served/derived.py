@@ -1,9 +1,9 @@
 """Tensors that vLLM derives from a draft's parameters at load time.
 
-A swap of the parameters alone keeps those of the previous draft. A layer-wise reload packs each
-layer before the draft's loader derives such tensors from it: they are then empty, and the engine
-fails at its next step. ``RULES`` names those that a swap replaces, because vLLM's own loader makes
-them in the standby copy too. A draft with any other is never staged.
+A swap of the parameters alone keeps the derived tensors of the previous draft. A layer-wise reload
+packs each layer before the draft's loader derives such tensors from it: they are then empty, and
+the engine fails at its next step. ``RULES`` names those that a swap replaces, because vLLM's own
+loader makes them in the standby copy too. A draft with any other is never staged.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ RULES: Mapping[str, tuple[str, ...]] = {
     # they are first loaded: after a reload they would be multiplied as if they were packed.
     "RoutedExperts": ("w13_weight", "w2_weight"),
 }
-"""Attributes by the name of the module's class; a subclass may derive more and needs its own."""
+"""The attributes by the name of the module's class; a subclass may derive more, and needs an entry
+of its own."""
 
 _ACCOUNTED = frozenset(("_parameters", "_buffers", "_modules", "kv_cache"))
 
@@ -37,12 +38,12 @@ def rule_of(module: nn.Module) -> tuple[str, ...]:
 
 
 def is_derived(draft: nn.Module) -> bool:
-    """Whether any module of a draft has a rule: no reload may touch it then."""
+    """Return whether any module of a draft has a rule: then no reload may touch it."""
     return any(rule_of(module) for module in draft.modules())
 
 
 def derived(draft: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name in the draft, tensor) of what its rules name and its loader made."""
+    """Yield (name in the draft, tensor) of what its rules name and its loader made."""
     for path, module in draft.named_modules():
         for name in rule_of(module):
             value = module.__dict__.get(name)
@@ -51,7 +52,7 @@ def derived(draft: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def unaccounted(policy: nn.Module, draft: nn.Module) -> list[str]:
-    """Tensors of floats that a draft keeps beside parameters and buffers, and that no rule names.
+    """Find tensors of floats that a draft keeps beside parameters and buffers without a rule.
 
     Returns:
         Names in the draft, sorted. Left out are the verifier's modules, KV caches, and other names

@@ -1,6 +1,6 @@
 """The kinds of drafts that have weights, as vLLM serves them.
 
-An out-of-range layer or a wrong vocabulary map vLLM does not find at all.
+vLLM itself never notices an out-of-range layer or a wrong vocabulary map.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from slipstream.layers import AUX_LAYERS, ambiguous_layers, check_layers, defaul
 DFLASH_ARCHITECTURE = "DFlashDraftModel"
 _DFLASH_PARTS = ("fc.", "hidden_norm.", "norm.", "layers.")
 _SPECULATORS = "speculators_model_type"
-"""In a config.json: the speculators library's layout, whose DFlash drafts have a vocabulary and
-names of their own."""
+"""The key in a config.json of the speculators library's layout, whose DFlash drafts have a
+vocabulary and names of their own."""
 
 _PARD_TOKEN = "pard_token"
-"""In a config.json: the draft is PARD's, and proposes all tokens in one forward pass."""
+"""The key in a config.json of a PARD draft, which proposes all tokens in one forward pass."""
 
 _MTP_COPIES = (".embed_tokens.weight", ".shared_head.head.weight")
 _OTHER_DRAFT = "give the draft that was trained for this model"
@@ -37,7 +37,7 @@ _OTHER_HEAD = "make it with draft-trainer init --draft-kind mtp, of this model o
 
 
 class Eagle3(Served):
-    """Has an lm_head of its own; its embeddings are the policy's as a rule."""
+    """A head with its own lm_head; its embeddings are the policy's as a rule."""
 
     name = "eagle3"
     follows_policy = ("embed_tokens",)
@@ -45,7 +45,7 @@ class Eagle3(Served):
     def check(self, model_dir: Path, draft_dir: Path) -> None:
         """See ``Served.check``."""
         model = text_config(read_config(model_dir, "MODEL"))
-        # Of any dtypes: a quantized model takes drafts, too.
+        # Any dtypes: a quantized model takes drafts, too.
         read_layout(model_dir)
         hidden, depth, vocab = (
             _size(model, name, model_dir)
@@ -151,8 +151,8 @@ class Mtp(Served):
         _, config = check_sizes(model_dir, draft_dir, sizes, _OTHER_HEAD)
         quantized = quantization(read_config(model_dir, "MODEL"), read_layout(model_dir))
         if quantized:
-            # vLLM's MTP classes take the verifier's quantization, other drafts their own. Which
-            # modules that leaves out is each method's own matter, and is not read here.
+            # vLLM's MTP classes take the verifier's quantization, other drafts their own. Each
+            # method decides which modules it leaves out; that is not read here.
             raise RefusedError(
                 f"MODEL {model_dir}",
                 quantized,
@@ -201,10 +201,10 @@ class DraftModel(Served):
 
 
 class Dflash(Served):
-    """Block drafts: one forward pass proposes all tokens. Names as DFlash's authors write them.
+    """A block draft: one forward pass proposes all tokens. Names are those of DFlash's authors.
 
-    Embeddings and lm_head are the verifier's modules, as those of MTP heads. What vLLM derives
-    from the parameters is replaced with them (``served.derived``).
+    Embeddings and lm_head are the verifier's modules, as with MTP heads. Tensors that vLLM derives
+    from the parameters are replaced with them (``served.derived``).
     """
 
     name = "dflash"

@@ -19,7 +19,7 @@ class Served(ABC):
         name: ``--draft-kind``; vLLM's ``method`` as a rule.
         follows_policy: modules of the draft that are the verifier's own: they follow policy pushes,
             so no stage of a draft may bring their weights.
-        names: what the draft's tensors in a policy's checkpoint begin with; empty where a policy's
+        names: prefixes of the draft's tensors in a policy's checkpoint; empty if a policy's
             checkpoint has none.
     """
 
@@ -28,7 +28,7 @@ class Served(ABC):
     names: ClassVar[tuple[str, ...]] = ()
 
     def has(self, name: str, config: Config) -> bool:
-        """Whether a tensor of a checkpoint with this config.json is the draft's."""
+        """Return whether a tensor of a checkpoint with this config.json is the draft's."""
         return name.startswith(self.names)
 
     @abstractmethod
@@ -57,7 +57,7 @@ Config = Mapping[str, Any]
 def check_sizes(
     model_dir: Path, draft_dir: Path, names: Sequence[str], next_step: str
 ) -> tuple[Config, Config]:
-    """The language models' configurations of a policy and a draft that agree in ``names``.
+    """Return the language models' configurations of a policy and a draft that agree in ``names``.
 
     Raises:
         RefusedError: a directory or file is missing or damaged, or they differ.
@@ -77,11 +77,11 @@ def check_sizes(
 def check_path(draft_dir: Path) -> None:
     """Refuse a path by which vLLM would take the draft for another mechanism's.
 
-    Where the method is neither an EAGLE's nor a block draft's, vLLM 0.32 looks for these in the
-    draft's path first, whatever method was given (``SpeculativeConfig.__post_init__``).
+    Unless the method is an EAGLE's or a block draft's, vLLM 0.32 first looks for these words in the
+    draft's path, whatever method was given (``SpeculativeConfig.__post_init__``).
 
     Raises:
-        RefusedError: naming what the path has.
+        RefusedError: naming the word.
     """
     for word in ("eagle-", "eagle3", "dflash", "dspark"):
         if word in str(draft_dir).lower():
@@ -94,14 +94,14 @@ def check_path(draft_dir: Path) -> None:
 
 
 class WithoutWeights(Served):
-    """Drafts by vLLM's own rules, or not at all: nothing is trained, staged or swapped."""
+    """A mechanism of vLLM's own rules, or none: nothing is trained, staged or swapped."""
 
     def __init__(self, name: str, settings: dict[str, Any] | None) -> None:
         self.name = name  # type: ignore[misc]
         self._settings = settings
 
     def check(self, model_dir: Path, draft_dir: Path) -> None:
-        """There is no draft that could fit."""
+        """Raise RefusedError: no draft could fit."""
         raise RefusedError(
             "--draft",
             str(draft_dir),

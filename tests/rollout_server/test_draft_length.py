@@ -10,10 +10,10 @@ import pytest
 
 from rollout_server.acceptance import AcceptanceTracker
 from rollout_server.draft_length import (
-    LATELY_SECONDS,
     MARGIN,
+    MAX_RETRY_SECONDS,
+    RECENT_SECONDS,
     REFRESH_SECONDS,
-    RETRY_MOST_SECONDS,
     RETRY_SECONDS,
     LengthChooser,
     LengthControl,
@@ -229,10 +229,10 @@ def test_drafting_is_retried_at_doubling_intervals(
         return tried
 
     after = RETRY_SECONDS
-    while after <= RETRY_MOST_SECONDS:
+    while after <= MAX_RETRY_SECONDS:
         assert not tried_after(after - 10) and tried_after(11)
         after *= 2
-    assert tried_after(RETRY_MOST_SECONDS + 1), "never less often"
+    assert tried_after(MAX_RETRY_SECONDS + 1), "never less often"
     server.tracker.switch(1, [server.tracker.all.drafts])
     assert tried_after(0)
     assert tried_after(RETRY_SECONDS + 1), "another draft"
@@ -270,7 +270,7 @@ async def no_sleep(seconds: float) -> None:
 
 def test_old_plain_cost_is_measured_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plain steps were timed while something else slowed the machine: drafting seems to pay."""
-    monkeypatch.setattr("rollout_server.draft_length.REFRESH_LEAST_SECONDS", 0.0)
+    monkeypatch.setattr("rollout_server.draft_length.MIN_REFRESH_SECONDS", 0.0)
     monkeypatch.setattr("rollout_server.draft_length.asyncio.sleep", no_sleep)
     server = Server(STALE)
     server.sums = {
@@ -301,7 +301,7 @@ def test_lengths_are_measured_before_they_change(monkeypatch: pytest.MonkeyPatch
     server = Server(FRESH)
     server.serve(60)
     for _ in range(6):
-        server.spend(LATELY_SECONDS + 1)
+        server.spend(RECENT_SECONDS + 1)
         server.serve(60)
     live = server.control.chooser.table
     assert live is not None and live[1] == 3
@@ -328,7 +328,7 @@ def test_lengths_that_cannot_be_timed_stay_unused(monkeypatch: pytest.MonkeyPatc
     server = Server(FRESH)
     for _ in range(10):
         server.serve(60)
-    server.spend(LATELY_SECONDS + 1)
+    server.spend(RECENT_SECONDS + 1)
     server.told.clear()
     for _ in range(6):
         server.serve(30, slower=2.0)

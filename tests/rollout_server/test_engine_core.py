@@ -262,7 +262,7 @@ def test_failed_policy_commit_keeps_noted_requests(hooks: Hooks) -> None:
 
 
 def test_noted_requests_are_bounded(hooks: Hooks, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rollout_server.engine_core.RequestsSeen, "MOST", 2)
+    monkeypatch.setattr(rollout_server.engine_core.RequestsSeen, "MAX_REQUESTS", 2)
     for name in "abc":
         hooks.core.scheduler.add_request(SimpleNamespace(request_id=name))
     assert hooks.apply([change("policy")], 1.0)["requests"] == {"b": -1, "c": -1}

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from rollout_server.policy_spans import HEADER, MOST_CHARACTERS, PolicySpans, PolicyVersions
+from rollout_server.policy_spans import HEADER, MAX_CHARACTERS, PolicySpans, PolicyVersions
 
 NAME = "0123456789abcdef" * 2
 JSON = (b"content-type", b"application/json")
@@ -53,7 +53,7 @@ def test_spans_name_sample_by_prompt_and_choice() -> None:
 def test_spans_header_over_limit_says_too_long() -> None:
     spans = PolicySpans()
     spans.begin(NAME)
-    spans.commit(1, {f"{n}_cmpl-{NAME}-0-00c0ffee": 2 for n in range(MOST_CHARACTERS // 10)})
+    spans.commit(1, {f"{n}_cmpl-{NAME}-0-00c0ffee": 2 for n in range(MAX_CHARACTERS // 10)})
     assert spans.so_far(NAME) == "too long"
 
 
