@@ -36,7 +36,7 @@ _FLUSH_SECONDS = 60.0
 
 
 def ceilings(bench: Bench) -> Figures:
-    """Measure the machine's limits, which other sections compare with: products, copies, launches."""
+    """Measure the machine's limits for the other sections: products, copies, launches."""
     size, count = (128, 1 << 20) if bench.tiny else (8192, 1 << 30)
     dtype = torch.bfloat16 if bench.cuda else torch.float32
     a, b = (torch.randn(size, size, device=bench.device).to(dtype) for _ in range(2))
