@@ -31,7 +31,7 @@ V2_ENV = {
     "TRITON_INTERPRET": "1",
     "VLLM_USE_V2_MODEL_RUNNER": "1",
 }
-"""The environment of a server with Model Runner V2 and asynchronous scheduling."""
+"""The environment of a V2 server with asynchronous scheduling: tests/runner_v2 says how."""
 V2_REQUESTS = 3
 """The requests a V2 server runs at once: the interpreter takes tens of ms a request and step."""
 
