@@ -1,4 +1,4 @@
-"""What every benchmark shares: options, interleaved rounds, spread, targets, tables, JSON.
+"""The parts that benchmarks share: options, interleaved rounds, spread, targets, tables, JSON.
 
 A benchmark is ``python -m benchmarks.NAME``. It compares contestants round by round, in the same
 process or in processes that take turns, so that a machine whose speed drifts changes all of them

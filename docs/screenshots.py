@@ -33,7 +33,7 @@ from slipstream.v1 import draft_trainer_pb2_grpc as pb_grpc
 DOCS = Path(__file__).resolve().parent
 COLUMNS, ROWS = 104, 34
 END_SECONDS = 120.0
-"""How long the demo may take to end its services."""
+"""The time that the demo may take to end its services."""
 
 CELL = (9, 19)
 """Pixels of a character at 15 px."""
@@ -93,7 +93,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _end(demo: subprocess.Popen[bytes]) -> None:
-    """As Ctrl-C does, so that it stops its services; without that, by force."""
+    """Interrupt the demo as Ctrl-C does, so that it stops its services; kill it if it does not."""
     if demo.poll() is None:
         demo.send_signal(signal.SIGINT)
     try:
@@ -138,7 +138,7 @@ def _check(demo: subprocess.Popen[bytes]) -> None:
 
 
 def take_top(address: str, picture: Path, scratch: Path) -> None:
-    """What ``draft-trainer top`` draws."""
+    """Take a picture of what ``draft-trainer top`` draws."""
     console = Console(record=True, highlight=False, width=COLUMNS, file=io.StringIO())
     with open_channel(address) as channel:
         console.print(top.picture(top.Seen.of(pb_grpc.DraftTrainerStub(channel), address, 10.0)))

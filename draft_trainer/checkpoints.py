@@ -1,4 +1,4 @@
-"""Reads what a draft needs of a policy's Hugging Face checkpoint, and refuses wrong fields.
+"""Reads the parts of a policy's Hugging Face checkpoint that a draft needs; refuses wrong fields.
 
 ``slipstream.checkpoints`` reads any checkpoint.
 """
@@ -18,7 +18,7 @@ from slipstream.hub import read_json
 from slipstream.layers import AUX_LAYERS
 
 MOST_SIZE, MOST_LAYERS = 1 << 24, 1 << 10
-"""Far above any model's, and far below what exhausts memory."""
+"""The bounds on a config.json's sizes: far above any model's, far below what exhausts memory."""
 
 _ADVICE = "give the model's folder as Hugging Face save_pretrained writes it"
 _TIED = "tie_word_embeddings"
@@ -31,7 +31,7 @@ class Refuse:
 
     Attributes:
         file: the file in words; a field's name follows it.
-        next_step: of a refusal that names no other.
+        next_step: the next step of a refusal that names no other.
     """
 
     file: str
@@ -55,7 +55,7 @@ class Refuse:
         Args:
             config: the file, or an object in it.
             allowed: values by field; a refusal names the first.
-            prefix: what leads to ``config`` in the file.
+            prefix: the dotted path to ``config`` in the file.
         """
         for name, values in allowed.items():
             if config.get(name) not in values:
@@ -97,7 +97,7 @@ def read_policy(directory: Path) -> PolicyCheckpoint:
 
 
 def read_policy_config(directory: Path) -> dict[str, Any]:
-    """The language model's part of a policy's config.json, which says whether lm_head may be tied.
+    """Read the language model's part of a policy's config.json, with whether lm_head may be tied.
 
     Raises as ``read_policy``.
     """
@@ -107,22 +107,22 @@ def read_policy_config(directory: Path) -> dict[str, Any]:
         if name in config:
             raise _refused(str(path), f"{name}, so a draft", "the policy itself")
     found = dict(text_config(config))
-    # transformers writes it beside the language model's part, or not at all where it is the default
-    # of the model's class: then the tensors decide.
+    # transformers writes the field beside the language model's part, or not at all where it is the
+    # default of the model's class: then the tensors decide.
     said = [part[_TIED] for part in (config, found) if part.get(_TIED) is not None]
     found[_TIED] = any(said) or not said
     return found
 
 
 def read_embeddings(directory: Path) -> Tensor:
-    """A policy's input embeddings [vocab, H], memory-mapped. Raises as ``read_policy``."""
+    """Read a policy's input embeddings [vocab, H], memory-mapped. Raises as ``read_policy``."""
     config = read_policy_config(directory)
     shape = [size_of(config, "vocab_size"), size_of(config, "hidden_size")]
     return _tensor(directory, read_layout(directory).keys(), ("embed_tokens.weight",), shape)
 
 
 def size_of(config: Mapping[str, Any], name: str, whose: str = "the policy's") -> int:
-    """A positive whole number of a config.json. Raises RefusedError where it is not one."""
+    """Return a positive whole number of a config.json. Raises RefusedError if it is not one."""
     value, most = config.get(name), MOST_LAYERS if name == "num_hidden_layers" else MOST_SIZE
     if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
         raise _refused(f"{whose} config.json {name}", value, f"a whole number from 1 to {most}")

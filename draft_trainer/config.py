@@ -25,15 +25,15 @@ from slipstream.errors import RefusedError
 from slipstream.security import Access, ClientCredentials, Role, open_access
 
 DNS, FILE = "dns:", "file:"
-"""Prefixes of entries in ``publish.rollout_servers`` that stand for several addresses."""
+"""The prefixes of entries in ``publish.rollout_servers`` that stand for several addresses."""
 
 
-def _below_the_file(path: Path, info: ValidationInfo) -> Path:
+def _relative_to_the_file(path: Path, info: ValidationInfo) -> Path:
     folder: Path | None = info.context
     return path if folder is None else folder / path
 
 
-ConfigPath = Annotated[Path, Field(strict=False), AfterValidator(_below_the_file)]
+ConfigPath = Annotated[Path, Field(strict=False), AfterValidator(_relative_to_the_file)]
 Files = Annotated[tuple[ConfigPath, ...], Field(strict=False)]
 Names = Annotated[tuple[str, ...], Field(strict=False)]
 Fraction = Annotated[float, Field(ge=0.0, lt=1.0, allow_inf_nan=False)]
@@ -42,15 +42,15 @@ Seconds = Annotated[float, Field(gt=0.0, le=3600.0, allow_inf_nan=False)]
 Port = Annotated[int, Field(ge=0, le=65535)]
 
 HELD_OUT_MOST, HELD_OUT_LEAST = 0.25, 0.1
-"""Shares of prompts that are held out where ``replay.held_out_fraction`` is not set."""
+"""The shares of prompts that are held out where ``replay.held_out_fraction`` is not set."""
 ENOUGH_PROMPTS = 8
-"""Held-out prompts with which an interval over prompts is no longer wide for their number alone."""
+"""The held-out prompts from which an interval over prompts is not wide merely for their number."""
 
 
 class Section(BaseModel):
     """Keys of one [section], each with its type and range."""
 
-    # strict: "5" is not 5. A coerced value hides a typo.
+    # strict, so that "5" is not 5: a coerced value hides a typo.
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
@@ -80,7 +80,7 @@ class CredentialsConfig(Section):
 
 
 def access_of(config: TrainerConfig) -> Access:
-    """What callers are asked for; ``config`` has absolute paths.
+    """Return what callers must present; ``config`` has absolute paths.
 
     Raises:
         RefusedError: a file cannot be used, a key is given without what it needs, or [server]
@@ -107,7 +107,7 @@ def _access_key(name: str) -> str:
 
 
 def credentials_of(config: TrainerConfig) -> ClientCredentials:
-    """The credentials for the rollout servers, their files checked.
+    """Return the credentials for the rollout servers, their files checked.
 
     Raises:
         RefusedError: a file cannot be used, or a token would cross the network readable.
@@ -122,7 +122,7 @@ def credentials_of(config: TrainerConfig) -> ClientCredentials:
 
 
 DraftKind = Literal["eagle3", "mtp", "draft_model", "dflash"]
-"""``Drafter.name`` of every mechanism."""
+"""The ``Drafter.name`` of every mechanism."""
 
 
 class ServerConfig(Section):
@@ -161,13 +161,13 @@ class ReplayConfig(Section):
     """[replay]: how much is kept, where and for how long, and what is held out of training.
 
     Attributes:
-        directory: of the samples; None for a folder in the registry.
-        capacity_bytes: of their blocks.
-        held_out_fraction: of prompts; None: ``HELD_OUT_MOST`` at first, and less, down to
+        directory: folder of the samples; None for one in the registry.
+        capacity_bytes: bound on the bytes of their blocks.
+        held_out_fraction: share of prompts; None: ``HELD_OUT_MOST`` at first, and less, down to
             ``HELD_OUT_LEAST``, once more prompts are held out than the gate needs.
         max_epochs: how often a sample is drawn.
         max_policy_lag: policy versions that samples may be behind the newest.
-        ledger_entries: ids of samples that are remembered.
+        ledger_entries: number of sample ids that are remembered.
     """
 
     directory: ConfigPath | None = None
@@ -194,24 +194,24 @@ class TrainingConfig(Section):
         target: what is minimised against the policy: forward KL, total variation or the negative
             log of the acceptance rate (see ``drafters.loss``).
         ttt_steps: depth K of the training-time test; at least the served draft length.
-        step_weight_decay: step s weighs this to the power s.
-        compute_dtype: of matrix products; bfloat16 where ``device`` is "cuda". Weights, gradients
-            and moments are float32 either way.
+        step_weight_decay: step s has this to the power s as its weight.
+        compute_dtype: type of matrix products; bfloat16 where ``device`` is "cuda". Weights,
+            gradients and moments are float32 either way.
         cpu_kernels: whether the C kernels run: "auto" where they compile.
         batch_tokens: tokens of one optimizer step; None: ``training.pace`` says.
         forward_tokens: tokens, padding included, of one forward pass; a step accumulates
             gradients over as many passes as its samples need. 8192 where ``device`` is "cuda".
         linger_s: how long to wait for more samples before a step that is not full.
         steps_per_candidate: optimizer steps between two gate decisions.
-        candidate_seconds: a gate decision comes after so many, too, where there was a step.
-        threads: of torch.
-        nice: of the training thread.
+        candidate_seconds: seconds after which a gate decision is due even with fewer steps.
+        threads: torch's threads.
+        nice: niceness of the training thread.
         device: where the draft is trained.
         rank_timeout_s: deadline of every exchange between ranks.
-        gpu_memory_fraction: of the GPU's memory, which this process never exceeds.
+        gpu_memory_fraction: share of the GPU's memory that this process never exceeds.
         state_every_steps: optimizer steps between two training states; 0 for none.
         state_seconds: least seconds between two training states. 120 where ``device`` is "cuda".
-        seed: of the data order.
+        seed: seed of the data order.
     """
 
     learning_rate: Positive = 1e-3
@@ -267,11 +267,11 @@ class GateSection(Section):
 
     Attributes:
         min_gain: least gain in acceptance length.
-        confidence: of the interval of that gain.
+        confidence: level of the interval of that gain.
         min_anchors: held-out anchors without which nothing passes; None: ``needed_anchors``.
         newest_versions: policy versions whose held-out states count.
-        max_tokens: held-out tokens of one decision; more, where one sample each of
-            ``ENOUGH_PROMPTS`` prompts takes more.
+        max_tokens: held-out tokens of one decision; more where one sample each of
+            ``ENOUGH_PROMPTS`` prompts has more.
     """
 
     min_gain: Annotated[float, Field(ge=0.0, allow_inf_nan=False)] = 0.0
@@ -281,8 +281,10 @@ class GateSection(Section):
     max_tokens: Annotated[int, Field(ge=1)] = 16384
 
     def needed_anchors(self, prompts: int) -> int:
-        """Held-out anchors that a decision needs. The interval is over prompts: where these are
-        many, few anchors of each will do."""
+        """Return the held-out anchors that a decision needs.
+
+        The interval is over prompts: with many prompts, few anchors of each suffice.
+        """
         if self.min_anchors is not None:
             return self.min_anchors
         return 200 if prompts < ENOUGH_PROMPTS else 60
@@ -331,7 +333,7 @@ class PublishConfig(Section):
                 if entry == FILE:
                     raise ValueError("file: without a path")
                 if entry.startswith(FILE):
-                    path = _below_the_file(Path(entry.removeprefix(FILE)), info)
+                    path = _relative_to_the_file(Path(entry.removeprefix(FILE)), info)
                     entry = f"{FILE}{path}"
                 else:
                     split_address(entry.removeprefix(DNS))
@@ -400,7 +402,7 @@ class TrainerConfig(Section):
     def _depth_covers_the_served_drafts(self) -> TrainerConfig:
         k, depth = self.publish.num_speculative_tokens, self.training.ttt_steps
         if k is not None and depth < k:
-            # Acceptance falls at draft positions beyond the depth that was trained.
+            # Acceptance drops at draft positions beyond the depth that was trained.
             raise RefusedError(
                 "training.ttt_steps",
                 depth,

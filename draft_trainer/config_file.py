@@ -24,7 +24,7 @@ from slipstream.hub import local_folder
 M = TypeVar("M", bound=Section)
 
 _PAIR = re.compile(r"\\u(?:d[89ab]..)\\u(?:d[c-f]..)")
-"""A character beyond the first 65,536 as JSON escapes it; TOML takes no surrogates."""
+"""A character beyond the first 65,536 as JSON escapes it; TOML allows no surrogates."""
 
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> TrainerConfig:
@@ -33,7 +33,7 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> TrainerConfig:
     ``draft.initial`` and ``draft.policy`` may be names of models on the hub: they are fetched.
 
     Args:
-        path: of the file.
+        path: the file.
         overrides: ``section.key=value`` each, over the file's; the value as in TOML, text also
             without quotes.
 
@@ -65,7 +65,7 @@ def _override(raw: dict[str, object], text: str) -> None:
 
 
 def changed_keys(config: TrainerConfig) -> list[tuple[str, object]]:
-    """The dotted keys that were set, with their values."""
+    """Return the dotted keys that were set, with their values."""
     return [
         (f"{section}.{key}", getattr(part, key))
         for section, part in config
@@ -74,7 +74,7 @@ def changed_keys(config: TrainerConfig) -> list[tuple[str, object]]:
 
 
 def shown(config: TrainerConfig) -> str:
-    """The whole configuration as TOML; a key without a value is a comment."""
+    """Return the whole configuration as TOML; a key without a value is a comment."""
     lines = []
     for section, part in config:
         lines.append(f"[{section}]")
@@ -88,7 +88,7 @@ def shown(config: TrainerConfig) -> str:
 
 
 def _toml(value: object) -> str:
-    """A value of a section; JSON's texts, numbers and lists are TOML's, surrogate pairs aside."""
+    """Return a value as TOML, whose strings, numbers and lists are JSON's but for surrogates."""
     if isinstance(value, tuple):
         value = [str(one) for one in value]
     text = json.dumps(value if isinstance(value, list | int | float) else str(value))
@@ -96,9 +96,9 @@ def _toml(value: object) -> str:
 
 
 def read_toml(path: Path) -> dict[str, object]:
-    """The content of a configuration file. Raises RefusedError: no such file, or not TOML."""
+    """Parse a configuration file. Raises RefusedError: no such file, or not TOML."""
     try:
-        # A byte order mark is no TOML, but editors on Windows write one.
+        # A byte order mark is not TOML, but editors on Windows write one.
         with open(path, encoding="utf-8-sig", opener=_without_waiting) as file:
             return tomllib.loads(file.read())
     except OSError as error:
@@ -107,12 +107,12 @@ def read_toml(path: Path) -> dict[str, object]:
         ) from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise RefusedError(
-            "--config", f"{path}: {error}", "valid TOML in UTF-8", "fix that place"
+            "--config", f"{path}: {error}", "valid TOML in UTF-8", "correct that line"
         ) from error
 
 
 def _without_waiting(path: str, flags: int) -> int:
-    """Open it; a pipe that no process writes to is empty, instead of a wait for a writer."""
+    """Open a file without blocking: a pipe that has no writer is empty."""
     descriptor = os.open(path, flags | os.O_NONBLOCK)
     os.set_blocking(descriptor, True)
     return descriptor
@@ -124,7 +124,7 @@ def parse_config(raw: Mapping[str, object]) -> TrainerConfig:
 
 
 def validated(model: type[M], raw: Mapping[str, object], folder: Path | None = None) -> M:
-    """``raw`` as a ``model``, relative paths below ``folder`` if one is given.
+    """Validate ``raw`` as a ``model``; paths are relative to ``folder`` if one is given.
 
     Raises:
         RefusedError: naming the first wrong key, and the others in its next step.
@@ -148,7 +148,7 @@ def _key(detail: ErrorDetails) -> str:
 
 
 def _problem(model: type[BaseModel], detail: ErrorDetails) -> tuple[str, str, str, str]:
-    """Field, found, expected and next step."""
+    """Return field, found, expected and next step of the refusal."""
     key = _key(detail)
     if detail["type"] == "missing":
         kind = "a [section]" if len(detail["loc"]) == 1 else "a value"
@@ -175,7 +175,7 @@ _TYPES = {
     "float_type": "a number, without quotes",
     "bool_type": "true or false, without quotes",
 }
-"""What TOML has for pydantic's types."""
+"""The TOML that pydantic's types expect."""
 
 
 def _known_keys(model: type[BaseModel], detail: ErrorDetails) -> list[str]:

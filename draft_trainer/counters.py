@@ -35,7 +35,7 @@ _FLEET_EVENTS = {
 
 
 class Counters:
-    """What the trainer counts, as prometheus_client metrics on a registry of their own.
+    """The trainer's counters, prometheus_client metrics on a registry of their own.
 
     A counter whose label values are known beforehand has a series for each from the start on:
     ``increase`` does not see the first event of a series that appears with it.
@@ -200,7 +200,7 @@ class Counters:
         )
 
     def refused(self, field: str) -> None:
-        """A sample was refused for ``field`` (one of the fixed names of ``ingest``)."""
+        """Count a sample that was refused for ``field`` (one of the fixed names of ``ingest``)."""
         self.samples.labels("refused").inc()
         self.samples_refused.labels(field).inc()
 
@@ -214,7 +214,7 @@ class Counters:
         loss: float | None,
         step_acceptance: Sequence[float],
     ) -> None:
-        """One optimizer step, or one that was skipped for a non-finite loss or gradient."""
+        """Count an optimizer step, or one that was skipped for a non-finite loss or gradient."""
         self.train_seconds.inc(seconds)
         if skipped:
             self.train_steps_skipped.inc()
@@ -225,8 +225,7 @@ class Counters:
         self.loss, self.step_acceptance = loss, tuple(step_acceptance)
 
     def published(self, event: str) -> None:
-        """Something was done to the fleet: a publish event, policy_only or
-        policy_failed."""
+        """Count what was done to the fleet: a publish event, policy_only or policy_failed."""
         name, label = _FLEET_EVENTS[event]
         counter: Counter = getattr(self, name)
         counter.labels(label).inc()
@@ -234,11 +233,11 @@ class Counters:
             self.roll_backs.labels("trial").inc()
 
     def healed(self, reason: str, done: bool) -> None:
-        """A server was put on the release that it should serve, or an attempt at it failed."""
+        """Count a server that was put on the release it should serve, or a failed attempt."""
         (self.heals if done else self.heals_failed).labels(reason).inc()
 
     def released(self, version: int) -> None:
-        """A release was written."""
+        """Note that a release was written."""
         self.newest_release = version
 
     def _counter(
@@ -273,7 +272,7 @@ class Counters:
 
 
 def by_label(metric: Counter) -> dict[str, int]:
-    """Values of a metric with one label, by the label's value; those at 0 are absent."""
+    """Return a metric's values by the value of its only label; those at 0 are absent."""
     return {
         next(iter(sample.labels.values())): int(sample.value)
         for sample in metric.collect()[0].samples  # type: ignore[index]
@@ -282,5 +281,5 @@ def by_label(metric: Counter) -> dict[str, int]:
 
 
 def total(metric: Counter) -> float:
-    """Value of a metric without labels."""
+    """Return the value of a metric without labels."""
     return metric.collect()[0].samples[0].value  # type: ignore[index,no-any-return]

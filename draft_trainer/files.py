@@ -16,8 +16,8 @@ from safetensors import SafetensorError
 from slipstream.errors import RefusedError, StatusCode
 
 SAFETENSORS_PART = r"\.tmp\w{6}"
-"""Names that safetensors (0.8) gives files until they are whole, beside what it was asked for: a
-process that is killed then leaves one."""
+"""The names of safetensors' (0.8) temporary files, beside the file it writes: a process that is
+killed meanwhile leaves one."""
 
 
 @contextmanager
@@ -32,27 +32,29 @@ def written_whole(path: Path) -> Iterator[Path]:
     """
     number, name = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
     os.close(number)
-    with _renamed(Path(name), path) as temporary:
+    with _rename_at_end(Path(name), path) as temporary:
         yield temporary
 
 
 @contextmanager
 def folder_written_whole(path: Path) -> Iterator[Path]:
-    """As ``written_whole`` for a new folder of plain files: yields a temporary folder.
+    """Yield a temporary folder for plain files; it becomes the new folder ``path`` at the end.
+
+    Otherwise as ``written_whole``.
 
     Raises:
-        RefusedError: ``path`` is there already.
+        RefusedError: ``path`` exists.
         OSError: the parent folder cannot be written, or the disk is full.
     """
     check_free(path, "folder")
     path.parent.mkdir(parents=True, exist_ok=True)
     name = tempfile.mkdtemp(prefix=f".{path.name}-", dir=path.parent)
-    with _renamed(Path(name), path) as temporary:
+    with _rename_at_end(Path(name), path) as temporary:
         yield temporary
 
 
 @contextmanager
-def _renamed(temporary: Path, path: Path) -> Iterator[Path]:
+def _rename_at_end(temporary: Path, path: Path) -> Iterator[Path]:
     folder = temporary.is_dir()
     try:
         yield temporary
@@ -63,7 +65,7 @@ def _renamed(temporary: Path, path: Path) -> Iterator[Path]:
         temporary.rename(path)
         fsync(path.parent)
     except SafetensorError as error:
-        # Its only name for a full disk.
+        # SafetensorError is all that tells of a full disk.
         raise OSError(f"{path}: {error}") from error
     finally:
         if folder:
@@ -73,7 +75,7 @@ def _renamed(temporary: Path, path: Path) -> Iterator[Path]:
 
 
 def fsync(path: Path) -> None:
-    """Have a file's content, or a folder's entries, on disk before going on."""
+    """Write a file's content, or a folder's entries, to disk before returning."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -82,7 +84,7 @@ def fsync(path: Path) -> None:
 
 
 def check_free(path: Path, field: str) -> None:
-    """Raise RefusedError where something is at ``path``."""
+    """Raise RefusedError if something exists at ``path``."""
     if path.exists() or path.is_symlink():
         raise RefusedError(
             f"{field} {path}", "something there", "a free name", "remove it, or choose another"
@@ -90,7 +92,7 @@ def check_free(path: Path, field: str) -> None:
 
 
 def lock_file(path: Path) -> int:
-    """Make a file if there is none and take its exclusive lock, which the process's end drops.
+    """Make a file if there is none and take its exclusive lock, which ends with the process.
 
     Returns:
         The descriptor that holds the lock.
@@ -119,7 +121,7 @@ def lock_file(path: Path) -> int:
 
 
 def unlock_file(descriptor: int) -> None:
-    """Drop the lock and close what ``lock_file`` gave.
+    """Drop the lock and close the descriptor that ``lock_file`` returned.
 
     Closing alone leaves it locked while a process lives that was forked meanwhile, such as a worker
     of a framework's data loader.

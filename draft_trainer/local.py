@@ -103,7 +103,7 @@ class LocalTrainer(AbstractContextManager["LocalTrainer"]):
 
 
 def _restore_threads() -> None:
-    """What the training thread sets for itself is also the default of threads that begin later."""
+    """Restore the default for new threads, which the training thread's own setting replaced."""
     torch.set_num_threads(torch.get_num_threads())
 
 

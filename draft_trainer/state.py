@@ -6,7 +6,7 @@ commit without its event.
 
 A writer holds the lock of ``state.lock`` from open to close, which is also the lock of the
 registry's folder; the kernel drops it with the process. Readers share the file with the writer:
-each waits for the other's transactions alone.
+each waits only for the other's transactions.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 STATE_FILE, LOCK_FILE = "state.db", "state.lock"
 SCHEMA_VERSION = 2
 LOCK_SECONDS = 5.0
-"""How long a transaction waits for a reader's or the writer's."""
+"""The time that a transaction waits for another process's."""
 
 GATE_RESULTS_KEPT = 500
 EVENTS_KEPT = 10_000
@@ -50,7 +50,7 @@ KINDS = (
     *("healed", "server_joined", "server_left", "server_unreachable", "server_back"),
     *("server_not_ready", "server_ready", "speculation_off", "speculation_on"),
 )
-"""Of events; docs/operations.md says what each means."""
+"""The kinds of events; docs/operations.md says what each means."""
 
 _LOG = "number INTEGER PRIMARY KEY AUTOINCREMENT, message BLOB NOT NULL"
 _SCHEMA = (
@@ -89,11 +89,11 @@ class State:
             raise RefusedError(str(self.path), "a link", "a plain file", "put the file there", code)
         there = self.path.exists() and self.path.stat().st_size > 0
         if write:
-            self._lock_file = self._locked()
-        # A reader that may write rolls back what a killed writer left half done.
+            self._lock_file = self._take_lock()
+        # A reader with write access rolls back what a killed writer left half done.
         mode = "rwc" if write else "rw" if os.access(self.path, os.W_OK) else "ro"
         try:
-            with self._refusing():
+            with self._translated_errors():
                 self._db = sqlite3.connect(
                     f"{self.path.absolute().as_uri()}?mode={mode}"
                     if write or there
@@ -115,7 +115,7 @@ class State:
             self._unlock()
             raise
 
-    def _locked(self) -> int:
+    def _take_lock(self) -> int:
         path = self.path.parent / LOCK_FILE
         try:
             descriptor = lock_file(path)
@@ -125,7 +125,7 @@ class State:
                 "registry",
                 f"{path.parent}, held by process {pid}",
                 "a registry that no other process writes",
-                "ask the trainer that runs on it (--address), or stop it first",
+                "use the trainer that runs on it (--address), or stop it first",
                 StatusCode.FAILED_PRECONDITION,
             ) from error
         except OSError as error:
@@ -138,7 +138,7 @@ class State:
     def _open(self, make: bool) -> None:
         self._db.execute("PRAGMA synchronous = FULL" if make else "PRAGMA query_only = ON")
         if make:
-            # No file comes and goes with every transaction.
+            # The journal file stays, rather than being created and removed by every transaction.
             self._db.execute("PRAGMA journal_mode = PERSIST")
         self._db.execute("BEGIN IMMEDIATE" if make else "BEGIN")
         (version,) = self._db.execute("PRAGMA user_version").fetchone()
@@ -156,10 +156,10 @@ class State:
             )
         (number,) = self._db.execute("PRAGMA application_id").fetchone()
         if make and not number:
-            # A field of SQLite's file header that is free for the application.
+            # application_id is a field of SQLite's file header for the application's use.
             number = secrets.randbelow(2**31 - 1) + 1
             self._db.execute(f"PRAGMA application_id = {number}")
-        # A copy of the folder has another lock file: its trainer is not this one.
+        # The lock file's inode tells the trainer of a copied folder from this one.
         inode = 0 if self._lock_file is None else os.fstat(self._lock_file).st_ino
         self.owner = f"{number:08x}{inode:x}"
         damage = [text for (text,) in self._db.execute("PRAGMA quick_check")]
@@ -168,7 +168,7 @@ class State:
         self._db.execute("COMMIT")
 
     def close(self) -> None:
-        """Let go of the lock. Later calls are refused."""
+        """Close the database and release the lock. Later calls are refused."""
         with self.lock:
             self._db.close()
             self._unlock()
@@ -180,14 +180,14 @@ class State:
 
     @contextmanager
     def transaction(self) -> Iterator[None]:
-        """All changes of a ``with`` block, on disk at its end or not made at all.
+        """Make all changes of a ``with`` block, on disk at its end, or none.
 
-        Inside another one by the same thread it is part of that one.
+        A transaction inside another one of the same thread is part of that one.
 
         Raises:
             RefusedError: the disk is full or cannot be written, or the file is damaged.
         """
-        with self.lock, self._refusing():
+        with self.lock, self._translated_errors():
             if self._after_commit is not None:
                 yield
                 return
@@ -207,35 +207,35 @@ class State:
                 callback()
 
     def after_commit(self, callback: Callable[[], None]) -> None:
-        """Have ``callback`` called once the transaction under way is on disk."""
+        """Call ``callback`` once the transaction under way is on disk."""
         assert self._after_commit is not None
         self._after_commit.append(callback)
 
     def query(self, statement: str, *values: object) -> list[tuple]:  # type: ignore[type-arg]
-        """The rows of one statement. Raises RefusedError as ``transaction`` does."""
-        with self.lock, self._refusing():
+        """Return the rows of one statement. Raises RefusedError as ``transaction`` does."""
+        with self.lock, self._translated_errors():
             return self._db.execute(statement, values).fetchall()
 
     def append(self, table: str, message: Message) -> int:
-        """Add a message to one of the logs; its number. Raises RefusedError as ``transaction``."""
+        """Add a message to a log, and return its number. Raises RefusedError as ``transaction``."""
         statement, value = f"INSERT INTO {table} (message) VALUES (?)", message.SerializeToString()
-        with self.lock, self._refusing():
-            # Not RETURNING: SQLite 3.34 of RHEL 9 has none.
+        with self.lock, self._translated_errors():
+            # Without RETURNING, which SQLite 3.34 (RHEL 9) lacks.
             return cast(int, self._db.execute(statement, (value,)).lastrowid)
 
     def messages(
         self, table: str, kind: type[M], after: int = 0, newest: int = 0
     ) -> list[tuple[int, M]]:
-        """Messages of a log with their numbers, oldest first.
+        """Return messages of a log with their numbers, oldest first.
 
         Args:
             table: the log.
-            kind: what its messages are.
+            kind: the type of its messages.
             after: only those with a higher number.
             newest: at most the newest so many; 0: all.
 
         Raises:
-            RefusedError: DATA_LOSS, a message is none.
+            RefusedError: DATA_LOSS, a row is not such a message.
         """
         rows = self.query(
             f"SELECT number, message FROM {table} WHERE number > ? ORDER BY number DESC LIMIT ?",
@@ -248,7 +248,7 @@ class State:
             raise self.damaged(f"a row that is no {kind.__name__} ({error})") from error
 
     @contextmanager
-    def _refusing(self) -> Iterator[None]:
+    def _translated_errors(self) -> Iterator[None]:
         try:
             yield
         except sqlite3.Error as error:
@@ -273,7 +273,7 @@ class State:
         )
 
     def damaged(self, found: str) -> RefusedError:
-        """What is raised where the file is not what was written."""
+        """Return the error to raise where the file is not what was written."""
         return RefusedError(
             str(self.path),
             f"a damaged file: {found}",
@@ -285,7 +285,7 @@ class State:
 
 
 def described(event: console_pb2.Event) -> str:
-    """What it is about, in one line for people."""
+    """Return what an event is about, in one line for people."""
     parts = []
     if event.HasField("draft_version"):
         parts.append(f"draft {event.draft_version}")
@@ -298,7 +298,7 @@ def described(event: console_pb2.Event) -> str:
 
 
 class Events:
-    """What happened, in order. The newest ``EVENTS_KEPT`` are kept. Thread-safe.
+    """The log of events in order, of which the newest ``EVENTS_KEPT`` are kept. Thread-safe.
 
     Numbers go on over restarts: a client that followed one trainer asks the next one for what came
     after the last number, and misses and repeats nothing.
@@ -323,8 +323,8 @@ class Events:
     ) -> None:
         """Keep one more event of ``KINDS``, in the transaction under way if there is one.
 
-        A disk that is full must not keep the fleet from being rolled back: outside a transaction an
-        event that cannot be written goes to the log.
+        A full disk must not keep the fleet from being rolled back: outside a transaction an event
+        that cannot be written is logged instead.
         """
         assert kind in KINDS, kind
         event = console_pb2.Event(
@@ -345,16 +345,16 @@ class Events:
             except RefusedError as error:
                 if not alone:
                     raise
-                logger.error("%s; this event was not written: %s", error, event)
+                logger.error("%s; event not written: %s", error, event)
 
     def _notify(self, number: int, event: console_pb2.Event) -> None:
         logger.info("event %d: %s: %s", number, event.kind, described(event))
         self.newest = number
 
     def since(self, number: int, newest: int = 0) -> list[console_pb2.Event]:
-        """Events with a higher number, at most the newest so many (0: all), oldest first.
+        """Return events with a higher number, at most the newest so many (0: all), oldest first.
 
-        A number that no event has yet is of another log: then all of them.
+        A number that no event has yet comes from another log: then all are returned.
         """
         first = number if number <= self.newest else 0
         found = self._state.messages("events", console_pb2.Event, first, newest)
@@ -387,7 +387,7 @@ class GateResults:
             )
 
     def newest(self, count: int) -> list[release_pb2.Verdict]:
-        """The newest so many (0: all), oldest first."""
+        """Return the newest ``count`` results (0: all), oldest first."""
         found = self._state.messages("gate_results", release_pb2.Verdict, newest=count)
         return [result for _, result in found]
 
@@ -395,9 +395,9 @@ class GateResults:
 class History:
     """Snapshots of the trainer's status over its whole life, restarts included. Thread-safe.
 
-    The newest ``RECENT_SNAPSHOTS`` are all kept. Of the older ones every 2^n-th is, n as small as
-    leaves at most ``THINNED_SNAPSHOTS``: counters only grow, so what is left out changes no
-    difference between two that are kept.
+    The newest ``RECENT_SNAPSHOTS`` are all kept. Of the older ones every 2^n-th is kept, with the
+    smallest n that leaves at most ``THINNED_SNAPSHOTS``: counters only grow, so what is left out
+    changes no difference between two that are kept.
     """
 
     def __init__(self, state: State) -> None:
@@ -416,13 +416,13 @@ class History:
             )
 
     def snapshots(self) -> list[draft_trainer_pb2.TrainerStatus]:
-        """All that are kept, oldest first."""
+        """Return all that are kept, oldest first."""
         found = self._state.messages("history", draft_trainer_pb2.TrainerStatus)
         return [status for _, status in found]
 
 
 def _disk_error(folder: Path) -> str:
-    """Why nothing can be written there; empty where it can. SQLite says only that it failed."""
+    """Return why nothing can be written there, or "": SQLite says only that it failed."""
     try:
         with tempfile.TemporaryFile(dir=folder) as file:
             file.write(bytes(1 << 16))

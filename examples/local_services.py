@@ -26,7 +26,7 @@ DRAFT_LENGTH = 3
 READY_TIMEOUT = 240.0  # seconds; vLLM alone takes 12 to 36
 CALL_SECONDS = 240.0
 LOGPROBS = ("--logprobs-mode", "processed_logprobs")
-"""For a loop that compares log-probabilities at its sampling temperature."""
+"""The options for a loop that compares log-probabilities at its sampling temperature."""
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 Settings = Mapping[str, Mapping[str, object]]
 SHORT: Settings = {
@@ -35,7 +35,7 @@ SHORT: Settings = {
     # Examples and tests are too short for training to pay; they show that it works.
     "economy": {"mode": "always"},
 }
-"""A draft trainer's settings where few samples come."""
+"""A draft trainer's settings for few samples."""
 T = TypeVar("T")
 
 
@@ -187,7 +187,7 @@ class RolloutServer:
         return refused(lambda: self.stub.SetSpeculation(request, timeout=CALL_SECONDS))
 
     def state(self) -> pb.ServerState:
-        """What is served."""
+        """Return what is served."""
         return self.stub.GetState(pb.GetStateRequest(), timeout=CALL_SECONDS)
 
     def counters(self) -> dict[int, pb.AcceptanceCounters]:

@@ -1,4 +1,4 @@
-"""What a task offers to the examples' loop, pretraining and recording. A module can be a task.
+"""The interface of a task to the examples' loop, pretraining and recording; a module can be one.
 
 Solutions are lines in one of two styles. The corpus is almost all terse and the reward favours
 ornate lines, so GRPO moves the policy onto words and layouts that it, and a draft trained beside
@@ -34,7 +34,7 @@ class Problem(Protocol):
 
 @dataclass(frozen=True)
 class Grade:
-    """What a completion achieved.
+    """The achievements of a completion.
 
     Attributes:
         correct: whether the completion ends in the right answer.
@@ -85,7 +85,7 @@ class Task(Protocol[P]):
         ...
 
     def grade(self, problem: P, completion: str) -> Grade:
-        """Of a completion's text, special tokens removed."""
+        """Grade a completion's text, from which special tokens were removed."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""What several test areas share: the trained tiny policy, its draft, and one real vLLM server."""
+"""The fixtures of several test areas: a trained tiny policy, its draft, one real vLLM server."""
 
 from __future__ import annotations
 

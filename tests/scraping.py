@@ -1,4 +1,4 @@
-"""What a collector exposes, as Prometheus reads it."""
+"""Reads what a collector exposes, as Prometheus does."""
 
 from __future__ import annotations
 

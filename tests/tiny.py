@@ -19,6 +19,6 @@ SIZES = {
 
 
 def tiny_qwen3(**changes: object) -> Qwen3ForCausalLM:
-    """In float32, the same every time, with ``changes`` to its configuration."""
+    """Make a float32 model, the same every time, with ``changes`` to its configuration."""
     torch.manual_seed(0)
     return Qwen3ForCausalLM(Qwen3Config(**{**SIZES, **changes}))

@@ -21,7 +21,7 @@ from policy_bridge.stats import BridgeStats
 
 PROMPTS = 24
 FED = 8
-"""Of these, those that are shipped."""
+"""The prompts among these that are shipped."""
 
 
 class PolicyLoop:
@@ -59,7 +59,7 @@ class PolicyLoop:
         self._client.close()
 
     def stats(self) -> BridgeStats:
-        """Of the bridge that is there now."""
+        """Return the statistics of the current bridge."""
         return self._bridge.stats()
 
     def use(self, urls: Sequence[str]) -> None:

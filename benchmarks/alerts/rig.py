@@ -32,7 +32,7 @@ from policy_bridge import BridgeConfig
 from policy_bridge.metrics import BridgeCollector
 
 FASTER = 60.0
-"""How much shorter the rules' windows and waits are."""
+"""The factor by which the rules' windows and waits are shorter."""
 INTERVAL = 0.5
 """Seconds between two scrapes."""
 OUTBOX_BYTES = 1 << 20

@@ -1,4 +1,4 @@
-"""What is done to the services so that every alert has its reason, in four trainers' lives."""
+"""The faults inflicted on the services so that every alert has its reason, over four trainers."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Story:
     rig: Rig
     patience: float
     while_well: frozenset[str] = frozenset()
-    """What fired before anything was done."""
+    """The alerts that fired before anything was done."""
 
     def run(self) -> Iterator[Row]:
         """Do everything; a row as soon as its alert fired or did not."""

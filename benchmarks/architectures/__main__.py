@@ -39,9 +39,9 @@ from examples.task import Task
 from slipstream.checkpoints import WEIGHTS_FILE
 
 MINUTES = 2.0
-"""Of pretraining, for the policy that is not a converted one."""
+"""The time of pretraining, for the policy that is not a converted one."""
 RECORDED = 1024
-"""Rollouts that a draft is trained on."""
+"""The rollouts that a draft is trained on."""
 EPOCHS = 3
 PROMPTS = 128
 PROMPTS_AT_ONCE = 64
@@ -118,7 +118,7 @@ class Greedy:
         server.speculate(True)
 
     def equal(self) -> int:
-        """How many completions are equal now."""
+        """Count the completions that are equal now."""
         now = rollouts(self._server, self._prompts, 1, temperature=0.0)
         pairs = zip(now, self._expected, strict=True)
         return sum(found == expected for found, expected in pairs)
@@ -205,7 +205,7 @@ def outcome(name: str, chosen: argparse.Namespace, folder: Path) -> Outcome:
 
 
 def targets(found: Sequence[Outcome]) -> list[Target]:
-    """What every architecture is held to."""
+    """Return the targets that every architecture is held to."""
     listed = [Target.at_least("architectures served with an adapted draft", len(found), 6)]
     for one in found:
         both = (one.untrained, one.adapted)
@@ -256,7 +256,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _measured_before(chosen: argparse.Namespace) -> dict[str, Outcome]:
-    """What ``--json`` has of other architectures than ``--only``: a run can be made in parts."""
+    """Read what ``--json`` has of architectures not in ``--only``: a run can be made in parts."""
     if chosen.json is None or not chosen.json.exists():
         return {}
     found = {}

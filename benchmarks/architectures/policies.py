@@ -118,7 +118,7 @@ def _model(config: PretrainedConfig, weights: dict[str, Tensor]) -> PreTrainedMo
 
 @dataclass(frozen=True)
 class Source:
-    """Where a policy is from.
+    """The source of a policy.
 
     Attributes:
         task: that it solves.

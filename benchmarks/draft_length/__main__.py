@@ -48,10 +48,10 @@ TAIL_REQUESTS = 64
 MAX_TOKENS = 96
 CORE = 0
 SETTLE_SECONDS = 8.0
-"""Of load before a cell is measured: what an automatic arm has to learn in a minute-long step."""
+"""The load before a cell is measured: what an automatic arm has to learn in a minute-long step."""
 REST_SECONDS = 1.5
-"""Before each arm: for a second after its last step the worker of another arm's server spins on the
-core that all of them share (``SpinCondition`` of vLLM's ``shm_broadcast``)."""
+"""The rest before each arm: for a second after its last step the worker of another arm's server
+spins on the core that all of them share (``SpinCondition`` of vLLM's ``shm_broadcast``)."""
 
 
 def noisy(draft: Path, share: float) -> dict[str, torch.Tensor]:
@@ -92,13 +92,13 @@ class Load:
 
 
 def client_of(http: str, requests: int) -> httpx.AsyncClient:
-    """For so many requests at once."""
+    """Make a client for so many requests at once."""
     limits = httpx.Limits(max_connections=requests)
     return httpx.AsyncClient(base_url=http, timeout=300, limits=limits)
 
 
 async def complete(client: httpx.AsyncClient, prompt: list[int], length: int | None) -> int:
-    """Tokens of a completion at temperature 1: so many, whatever the policy says, or as it ends."""
+    """Count the tokens of a completion at temperature 1: exactly ``length``, or until it ends."""
     body = {
         "model": "policy",
         "prompt": prompt,

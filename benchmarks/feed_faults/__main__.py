@@ -40,7 +40,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def targets_of(result: Table) -> list[Target]:
-    """What must not happen, and how often what may happen was tried."""
+    """Return the targets: what must not happen, and how often each fault was tried."""
     kills_of = {fault.name: fault.kills for fault in FAULTS}
     found = []
     for index, side in enumerate(("trainer", "policy")):

@@ -1,4 +1,4 @@
-"""What was acknowledged against what the trainer's sample index and its weights have."""
+"""Compares what was acknowledged with what the trainer's sample index and its weights have."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class _Row:
 
 @dataclass(frozen=True)
 class Audit:
-    """What is wrong.
+    """The errors that were found.
 
     Attributes:
         lost: acknowledged samples that the trainer does not have; where it drained, those that were
@@ -177,5 +177,5 @@ class Books:
 
 
 def sample_folder(registry: Path) -> Path:
-    """Where the trainer of this registry keeps its samples."""
+    """Return the folder in which the trainer of this registry keeps its samples."""
     return registry / "samples"

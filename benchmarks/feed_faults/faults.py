@@ -41,11 +41,11 @@ class Fault:
 
 
 def schedule(rounds: int, rng: random.Random) -> list[tuple[Fault, str]]:
-    """What is inflicted: in each round every row so often as its share, in a random order.
+    """Plan the faults: in each round every row as often as its share, in a random order.
 
     Args:
         rounds: every other one over shared memory, the rest over gRPC.
-        rng: of the orders.
+        rng: source of the orders.
     """
     plan = []
     for number in range(rounds):
@@ -156,7 +156,9 @@ def _flip_in_file(rig: Rig, rng: random.Random) -> None:
 
 
 def _flip_unread(rig: Rig) -> int:
-    """Of a sample that the trainer has not read yet; how many bytes of such were there, 0 for none.
+    """Flip a byte of a sample that the trainer has not read yet.
+
+    Returns the bytes of such samples, 0 if there were none.
 
     A bridge that is about to announce a policy version sends nothing, and one that takes the
     stopped trainer for hung sends everything again through another file: this byte is not read.

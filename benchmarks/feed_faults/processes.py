@@ -40,12 +40,12 @@ PACE = 0.05
 
 @dataclass(frozen=True)
 class Orders:
-    """What the process is told at its start.
+    """The instructions to the process at its start.
 
     Attributes:
         policy: folder of the model.
         folder: where it writes.
-        seed: of its batches.
+        seed: seed of its batches.
         bridge: its configuration.
     """
 

@@ -322,7 +322,7 @@ class StalledError(AssertionError):
 
 
 def _is_stopped(pid: int) -> bool:
-    """Whether all of its threads are stopped, or over."""
+    """Return whether all of its threads are stopped or have ended."""
     return all(_state(task) in "TtZX" for task in Path(f"/proc/{pid}/task").iterdir())
 
 

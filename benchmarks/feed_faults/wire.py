@@ -38,7 +38,7 @@ class Wire:
         threading.Thread(target=self._accept, name="wire", daemon=True).start()
 
     def lead_to(self, address: str) -> None:
-        """Where new connections go from now on."""
+        """Lead new connections to this address from now on."""
         host, _, port = address.rpartition(":")
         with self._lock:
             self._trainer = (host, int(port))

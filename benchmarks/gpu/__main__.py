@@ -32,14 +32,14 @@ PART_SECONDS = 500.0
 
 
 class Bound(NamedTuple):
-    """Of a figure, by its name in the section's figures."""
+    """The bound of a figure, by its name in the section's figures."""
 
     figure: str
     way: Literal["at least", "at most"]
     value: float
 
     def target(self, value: float) -> Target:
-        """Met or not."""
+        """Return the target that ``value`` meets or not."""
         make = Target.at_least if self.way == "at least" else Target.at_most
         return make(self.figure, value, self.value)
 

@@ -21,17 +21,17 @@ PARITY = Case("parity", 512, 1024, 8, 4, 64, 4096, 2048, rows=4, tokens=256, ttt
 
 
 class NotMeasuredError(RuntimeError):
-    """Why a section has no figures here."""
+    """The reason why a section has no figures here."""
 
 
 @dataclass
 class Bench:
-    """What the sections of a part share.
+    """The state that the sections of a part share.
 
     Attributes:
-        device: that is measured.
+        device: the one that is measured.
         tiny: shapes of a few kilobytes, to check the benchmark itself.
-        folder: for files; is removed afterwards.
+        folder: for files; it is removed afterwards.
         until: ``time.monotonic`` at which the part must have ended.
         ceilings: bytes or floating-point operations a second, by name.
     """
@@ -44,12 +44,12 @@ class Bench:
 
     @property
     def cuda(self) -> bool:
-        """Whether it is a GPU."""
+        """True if it is a GPU."""
         return self.device.type == "cuda"
 
     @property
     def seconds_left(self) -> float:
-        """Until the part must have ended."""
+        """The seconds until the part must have ended."""
         return self.until - time.monotonic()
 
     @property
@@ -69,7 +69,7 @@ class Bench:
             torch.cuda.synchronize(self.device)
 
     def seconds(self, action: Callable[[], object], times: int = 5) -> float:
-        """Of one call, waited for, after one that is not counted."""
+        """Measure the seconds of one call, waited for, after one that is not counted."""
         action()
         self.wait()
         begin = time.perf_counter()
@@ -79,7 +79,7 @@ class Bench:
         return (time.perf_counter() - begin) / times
 
     def peak_bytes(self, action: Callable[[], object]) -> int | None:
-        """Of the GPU's memory, above what was held before; None on a CPU."""
+        """Measure the peak of the GPU's memory above what was held before; None on a CPU."""
         if not self.cuda:
             action()
             return None

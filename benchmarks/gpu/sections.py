@@ -1,4 +1,4 @@
-"""What is measured. A section returns figures by name; ``__main__`` has the bounds of some.
+"""The sections to measure, each returning figures by name; ``__main__`` has the bounds of some.
 
 A section that cannot be measured raises ``NotMeasuredError`` with the reason.
 """
@@ -36,7 +36,7 @@ _FLUSH_SECONDS = 60.0
 
 
 def ceilings(bench: Bench) -> Figures:
-    """What the machine can: products, copies, launches. Other sections are held against it."""
+    """Measure the machine's limits for the other sections: products, copies, launches."""
     size, count = (128, 1 << 20) if bench.tiny else (8192, 1 << 30)
     dtype = torch.bfloat16 if bench.cuda else torch.float32
     a, b = (torch.randn(size, size, device=bench.device).to(dtype) for _ in range(2))
@@ -94,7 +94,7 @@ def parity(bench: Bench) -> Figures:
 
 
 def waits(bench: Bench) -> Figures:
-    """Whether a pass waits for the GPU: torch raises at the first operation that would."""
+    """Check that no pass waits for the GPU: torch raises at the first operation that would."""
     case = bench.case
     draft = draft_of(case, bench.device)
     samples, heads = rollouts(case)
@@ -200,7 +200,7 @@ def run_group(command: Sequence[str], seconds: float) -> None:
 
 
 def training_flops(case: Case) -> float:
-    """Of the products of a step: twice as many backward as forward, the teacher's forward only."""
+    """Count the FLOPs of a step's products: backward twice the forward, the teacher's once."""
     hidden, heads = case.hidden_size, case.num_attention_heads * case.head_dim
     projected = heads + 2 * case.num_key_value_heads * case.head_dim
     layer = hidden * (projected + heads + 3 * case.intermediate_size + case.draft_vocab_size)

@@ -72,7 +72,7 @@ class Outcome:
 
 
 def quantile(values: Sequence[float], share: float) -> float:
-    """Of at least one value, by the nearest rank above."""
+    """Return a quantile of at least one value, by the nearest rank above."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
 
@@ -93,7 +93,7 @@ def throughput_ratios(windows: Sequence[Window], arm: str) -> list[float]:
 
 
 def figures(outcome: Outcome) -> dict[str, Any]:
-    """What the JSON holds."""
+    """Return the figures for JSON."""
     servers = [_server(outcome, index, control) for index, control in enumerate(outcome.controls)]
     return {
         "complete": outcome.complete,
@@ -171,7 +171,7 @@ def _gaps(
 
 
 def targets(found: dict[str, Any], wanted_swaps: int) -> list[Target]:
-    """Of ``figures``."""
+    """Return the targets of ``figures``."""
     servers = found["servers"]
     median = max(s["commit_steps"]["median"] for s in servers)
     p99 = max(s["commit_steps"]["p99"] for s in servers)
@@ -190,7 +190,7 @@ def targets(found: dict[str, Any], wanted_swaps: int) -> list[Target]:
 
 
 def tables(found: dict[str, Any]) -> str:
-    """Of ``figures``."""
+    """Format ``figures`` as tables."""
 
     def ms(seconds: float | None) -> str:
         return "-" if seconds is None else f"{1e3 * seconds:.1f}"

@@ -29,7 +29,7 @@ class InitInfo:
 
 @dataclass
 class UpdateInfo:
-    """Where the weights are: a safetensors file of this host."""
+    """The place of the weights: a safetensors file of this host."""
 
     path: str
 
@@ -49,7 +49,7 @@ class FileEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         initialize_layerwise_reload(self.model)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """As the base class, without waiting for an accelerator that is not there."""
+        """Update as the base class does, without waiting for an accelerator that is not there."""
         self.receive_weights(self.parse_update_info(update_info))
 
     @torch.no_grad()

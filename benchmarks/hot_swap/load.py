@@ -22,12 +22,12 @@ import httpx
 
 MAX_TOKENS = 96
 STREAMED = 4
-"""Of each server's requests in flight."""
+"""The streamed ones among each server's requests in flight."""
 
 
 @dataclass
 class Seen:
-    """What one server did for its requests.
+    """The record of one server's requests.
 
     Args:
         greedy: greedy requests that were answered.
@@ -44,7 +44,7 @@ class Seen:
     chunks: list[tuple[float, float]] = field(default_factory=list)
 
     def add(self, more: Seen) -> None:
-        """What came after it."""
+        """Add what came after it."""
         self.greedy += more.greedy
         self.different += more.different
         self.failed += more.failed
@@ -52,7 +52,7 @@ class Seen:
         self.chunks += more.chunks
 
     def take(self) -> Seen:
-        """What is in it; it is empty then."""
+        """Return what is in it, and empty it."""
         taken = Seen(self.greedy, self.different, self.failed, self.samples, self.chunks)
         self.greedy = self.different = 0
         self.failed, self.samples, self.chunks = [], [], []
@@ -61,7 +61,7 @@ class Seen:
 
 @dataclass(frozen=True)
 class Work:
-    """What to ask for.
+    """The requests to make.
 
     Args:
         http: base address of each server.
@@ -88,11 +88,11 @@ class Load:
         self._process.start()
 
     def take(self) -> list[Seen]:
-        """What was seen since the last time, one entry per server. Raises RuntimeError."""
+        """Return what was seen since the last time, one entry per server. Raises RuntimeError."""
         return self._ask("take")
 
     def stop(self) -> list[Seen]:
-        """As ``take``, once what is in flight has ended; the process ends too."""
+        """Do as ``take`` once the requests in flight have ended; the process ends too."""
         try:
             return self._ask("stop")
         finally:

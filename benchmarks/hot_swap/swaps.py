@@ -19,7 +19,7 @@ from slipstream.checkpoints import WEIGHTS_FILE
 from slipstream.v1 import release_pb2
 
 NOISE = 1.0
-"""Of the worse draft, in standard deviations of each matrix."""
+"""The noise of the worse draft, in standard deviations of each matrix."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class Ours:
         return 1 - self._next
 
     def swap(self) -> Swap:
-        """To the other release, on every server. Raises SwapError."""
+        """Swap to the other release, on every server. Raises SwapError."""
         version, self._next = self._next, 1 - self._next
         began = time.monotonic()
         published = self._publisher.promote(version, pin=False)

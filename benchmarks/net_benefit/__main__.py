@@ -163,7 +163,7 @@ def measure(
 
 
 def targets_of(name: str, found: dict[str, list[dict[str, Any]]]) -> list[Target]:
-    """What a workload's runs are held to; ratios of wall time within a round."""
+    """Return the targets of a workload's runs: ratios of wall time within a round."""
     if set(ARMS) - set(found):
         return []
     seconds = {arm: [run["seconds"] for run in runs] for arm, runs in found.items()}
@@ -185,7 +185,7 @@ def targets_of(name: str, found: dict[str, list[dict[str, Any]]]) -> list[Target
 
 
 def rows_of(name: str, found: dict[str, list[dict[str, Any]]]) -> list[list[str]]:
-    """Of the printed table: an arm each."""
+    """Return the rows of the printed table, one for each arm."""
     rows = []
     for arm, runs in found.items():
         generation = [run["phases"]["generation"] for run in runs]

@@ -53,7 +53,7 @@ class Workload:
     steps: int
 
     def problems(self, rng: random.Random) -> list[list[Problem]]:
-        """Of one step: by group and turn."""
+        """Draw the problems of one step, by group and turn."""
         median, sigma, most = self.turns
         drawn = [rng.lognormvariate(0.0, sigma) for _ in range(self.groups)]
         turns = [max(1, min(most, round(median * factor))) for factor in drawn]
@@ -62,7 +62,7 @@ class Workload:
 
 @dataclass
 class Run:
-    """What one run took.
+    """The time that one run took.
 
     Attributes:
         seconds: from the first rollout to the end of the last step.

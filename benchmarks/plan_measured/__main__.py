@@ -184,7 +184,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def targets_of(cells: Sequence[Mapping[str, Any]]) -> list[Target]:
-    """Of every policy and draft: the share of cells that are predicted within 10 %."""
+    """Return, for every policy and draft, the share of cells that are predicted within 10 %."""
     targets = []
     for where in dict.fromkeys((c["policy"], c["draft"]) for c in cells):
         here = [c for c in cells if (c["policy"], c["draft"]) == where]

@@ -65,14 +65,14 @@ def read_rows() -> list[Row]:
 
 
 def shape_of(model: str) -> ModelShape:
-    """From the sizes in its config.json."""
+    """Return a model's shape, from the sizes in its config.json."""
     names = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
     sizes = zip((*names, "intermediate_size", "vocab_size"), CONFIGS[model], strict=True)
     return policy_shape(dict(sizes))
 
 
 def roofline(model: str, figures: Sequence[float] | None = None) -> Roofline:
-    """Of target passes on an A100, with the fitted figures or the shipped ones."""
+    """Return the costs of target passes on an A100, with the fitted figures or the shipped ones."""
     shape = shape_of(model)
     shipped = Roofline(hardware("A100"), shape, shape)
     if figures is None:
@@ -82,7 +82,7 @@ def roofline(model: str, figures: Sequence[float] | None = None) -> Roofline:
 
 
 def target_seconds(costs: Roofline, row: Row) -> float:
-    """Of a target pass, without draft passes."""
+    """Return the seconds of a target pass, without draft passes."""
     shape = costs.policy
     passed = costs.forward(shape, row.batch, row.k + 1, row.context)
     return passed + costs.request_seconds * row.batch

@@ -28,11 +28,11 @@ class Cell:
     published: float
     predicted: float
     reason: str = ""
-    """Why it is off by more than a tenth."""
+    """The reason why it is off by more than a tenth."""
 
     @property
     def error(self) -> float:
-        """Relative, signed."""
+        """The relative error, signed."""
         return self.predicted / self.published - 1
 
 
@@ -140,11 +140,11 @@ NOT_PREDICTED = {
     "arXiv 2602.05145 (TIDE)": "no acceptance length for the speed-ups",
     "vllm-project/vllm 24243": "one draft length a concurrency",
 }
-"""Why the other cells are not."""
+"""The reasons why the other cells are not."""
 
 MEASURED_COST = {
     "k = 3": (3.0, (1.8, 2.0)),
     "k = 5": (4.0, (3.0, 3.85)),
     "k = 7": (5.0, (4.2, 4.9)),
 }
-"""Of the paper's 235B table: acceptance length, and the cost that its own measured runs have."""
+"""The paper's 235B table: acceptance length, and the cost that its own measured runs have."""

@@ -1,1 +1,1 @@
-"""What the bridge costs the policy's step, with its trainer in every state."""
+"""Measures what the bridge costs the policy's step, with its trainer in every state."""

@@ -1,4 +1,4 @@
-"""What the bridge costs the policy's step, with its trainer in every state.
+"""Measures what the bridge costs the policy's step, with its trainer in every state.
 
 A step is forward, backward and optimizer, its training forward captured
 (``capture(training=True)``), as in a loop without a log-prob pass. Rows: no bridge; an idle
@@ -123,7 +123,7 @@ def _bridge(name: str, policy: Policy, case: Case, trainer: Trainer) -> PolicyBr
 
 
 def targets(label: str, rows: Mapping[str, Any], growth: float) -> list[Target]:
-    """Of one case."""
+    """Return the targets of one case."""
     found = []
     for name, row in rows.items():
         same = row["steps_with_identical_gradients"] / row["steps_checked"]

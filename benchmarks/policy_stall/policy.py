@@ -84,7 +84,7 @@ class Policy:
 
     @property
     def parameters(self) -> int:
-        """How many."""
+        """The number of parameters."""
         return sum(p.numel() for p in self.model.parameters())
 
     def next_batch(self) -> None:
@@ -124,7 +124,7 @@ class Policy:
         return [tensor.detach().clone() for tensor in self._moving()]
 
     def gradients(self) -> list[torch.Tensor]:
-        """Of the last step."""
+        """Return the gradients of the last step."""
         return [p.grad for p in self.model.parameters() if p.grad is not None]
 
     @torch.no_grad()

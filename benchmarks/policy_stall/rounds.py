@@ -69,7 +69,7 @@ class Row:
         ]
 
     def figures(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the row's figures for JSON."""
         stats = self.bridge.stats() if self.bridge is not None else None
         return {
             "seconds": spread([step.wall for _, step, _ in self.taken]),
@@ -169,7 +169,7 @@ class Rounds:
             self._wait_until(lambda: bridge.flush(0.0))
 
     def _wait_until(self, done: Callable[[], bool]) -> None:
-        """At most ``SETTLE_SECONDS``, with passes of the policy: a step after a sleep is slower."""
+        """Wait at most ``SETTLE_SECONDS``, in policy passes: a step after a sleep is slower."""
         deadline = time.perf_counter() + SETTLE_SECONDS
         while not done() and time.perf_counter() < deadline:
             self._policy.pass_time()

@@ -75,7 +75,7 @@ class Measured:
         return f"{size >> 20} MiB" if size >= 1 << 20 else f"{size >> 10} KiB"
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the figures for JSON."""
         return {
             "sample_bytes": self.nbytes,
             "samples_per_round": self.count,

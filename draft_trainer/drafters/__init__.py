@@ -9,6 +9,6 @@ from draft_trainer.drafters.eagle3.checkpoint import Eagle3
 from draft_trainer.drafters.mtp import Mtp
 
 DRAFTERS: dict[str, Drafter] = {one.name: one for one in (Eagle3(), Mtp(), DraftModel(), Dflash())}
-"""By ``[draft] kind``."""
+"""The mechanisms by ``[draft] kind``."""
 
 __all__ = ["DRAFTERS", "Checkpoint", "Draft", "DraftShape", "Drafter"]

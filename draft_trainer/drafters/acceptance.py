@@ -138,7 +138,7 @@ def step_acceptance(
         batch: rows, on the CPU.
         known: bool [K, B, T], where to compute; on the CPU.
         method: how vLLM drafts.
-        dtype: in which the draft computes.
+        dtype: type in which the draft computes.
 
     Returns:
         a and r, float64 [K, B, T] on the CPU, 0 where not known: the acceptance rate given the
@@ -155,7 +155,7 @@ def step_acceptance(
     outputs, lm_head = functional_call(head, parameters, (batch, known.shape[0], first_anchor))
     for step, output in enumerate(outputs):
         places = known[step].nonzero()
-        # So many tensors of a row's logits are there at one time, as bytes of each entry.
+        # Bytes per logit, over all tensors of a row's size that are alive at one time.
         for rows in chunks(len(places), len(lm_head) * (64 if cut else 16), lm_head):
             b, i = places[rows].unbind(1)
             row, anchor = moved(b, device), moved(i, device)
@@ -191,7 +191,7 @@ def truncated(p: Tensor, sampling: Sequence[pb.SamplingParameters]) -> tuple[Ten
     """
     if not sampling:
         return p, p.new_ones(len(p), dtype=torch.float64)
-    # Where a sum meets its bound is decided by the last digits.
+    # In float64: the last digits decide where a sum reaches its bound.
     p = p.double()
 
     def column(values: list[float]) -> Tensor:
@@ -202,12 +202,12 @@ def truncated(p: Tensor, sampling: Sequence[pb.SamplingParameters]) -> tuple[Ten
     top_k = column([one.top_k or p.shape[1] for one in sampling]).long().clamp(max=p.shape[1])
     least = torch.maximum(least, ordered.gather(1, top_k - 1))
     keeps = ordered >= least
-    # What lies outside goes first.
+    # The mass outside the draft vocabulary is cut first.
     whole = keeps.all(-1, keepdim=True)
     mass = torch.where(whole, 1.0, (ordered * keeps).sum(-1, keepdim=True))
     top_p = column([_top_p(one) for one in sampling]) * mass
     before = ordered.cumsum(-1) - ordered
-    # A bound of 1 cuts nothing, whatever the sum is rounded to.
+    # A bound of 1 cuts nothing, however the sum was rounded.
     keeps &= (before < top_p) | (top_p >= mass)
     keeps[:, 0] = True
     inside = (ordered * keeps).sum(-1, keepdim=True)
@@ -259,7 +259,7 @@ def visit_probabilities(survival: Tensor, known: Tensor, loss_mask: Tensor) -> T
 
 
 def _estimate(accepted: Tensor, drafts: Tensor, groups: Sequence[str]) -> AcceptanceEstimate:
-    """From sums per sequence, accepted [k, rows] and drafts [rows], and the rows' groups."""
+    """Estimate from sums per sequence, accepted [k, rows] and drafts [rows], and their groups."""
     present = drafts > 0
     accepted, drafts = accepted[:, present], drafts[present]
     count = len(drafts)

@@ -60,7 +60,7 @@ def ttt_attention(
 
 
 class _CompiledAttention(torch.autograd.Function):
-    """By the C kernels; they see the anchors' context as part of the causal prefix."""
+    """Attends with the C kernels; the anchors' context is part of their causal prefix."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k0: Tensor, v0: Tensor, *later: Tensor) -> Tensor:
@@ -82,14 +82,14 @@ class _CompiledAttention(torch.autograd.Function):
 
 
 class _FlashAttention(torch.autograd.Function):
-    """By torch's flash attention operators."""
+    """Attends with torch's flash attention operators."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k0: Tensor, v0: Tensor, *later: Tensor) -> Tensor:
         context = k0.shape[1] - q.shape[1]
         parts = [_flash(q, k0[:, context:], v0[:, context:], causal=True)]
         if context:
-            # An empty key set ends the process with SIGFPE.
+            # With no keys at all, the operator crashes the process with SIGFPE.
             parts.append(_flash(q, k0[:, :context], v0[:, :context], causal=False))
         score = lse = torch.stack([part[1] for part in parts])
         if later:
@@ -128,7 +128,7 @@ class _FlashAttention(torch.autograd.Function):
 
 
 def _stacked(later: list[Tensor] | tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
-    """Keys and values of the later steps, each [s, B, R, kv_heads, D]: few launches for all."""
+    """Stack the later steps' keys and values, each [s, B, R, kv_heads, D]: few launches for all."""
     return torch.stack(later[::2]), torch.stack(later[1::2])
 
 
@@ -157,7 +157,7 @@ def _flash_backward(
     """Gradients of one part's q, k and v; ``out`` and ``lse`` are those of the whole soft-max."""
     lse = lse.transpose(1, 2).contiguous()
     if not q.is_cpu:
-        unused = torch.empty(2, dtype=torch.int64, device=q.device)  # state of the dropout
+        unused = torch.empty(2, dtype=torch.int64, device=q.device)  # dropout's random state
         grads = torch.ops.aten._flash_attention_backward(
             *(grad, q, k, v, out, lse, None, None, q.shape[1], k.shape[1]),
             *(0.0, causal, unused, unused),

@@ -22,8 +22,8 @@ class Batch:
     The teacher is not in it: its log-probs over the draft vocabulary are the largest tensor of
     all, so they are recomputed chunk by chunk where they are used (``teacher_log_probs``).
 
-    It is put together on the CPU, where masks are looked at without waiting for a GPU, and goes to
-    the device as a whole (``to``).
+    It is assembled on the CPU, where reading a mask waits for no GPU, and moves to the device as a
+    whole (``to``).
 
     Attributes:
         token_ids: int64 [B, T].
@@ -35,15 +35,15 @@ class Batch:
         embeds: [B, T, H], the policy's embeddings of ``token_ids``, in the policy's type.
         final_hidden: [B, T, H], in the samples' type.
         policy: how the policy makes its logits; see ``policy_logits``.
-        heads: that it is one of.
-        logits_dtype: in which it has them.
+        heads: the policy versions that ``policy`` is one of.
+        logits_dtype: type of the policy's logits.
         log_z: float32 [B, T]; at j the log of the sum, over the WHOLE vocabulary, of
             exp(y_j / temperature), as the policy's own log-probs say.
         teacher_known: bool [B, T], where log Z is known: j + 1 is in the row.
         sampled_logprobs: float32 [B, T], log p(x_j).
         temperature: float32 [B].
         groups: B names; rows of one prompt share one (``Sample.group``).
-        sampling: of every row, beside the temperature; empty where no row had any.
+        sampling: each row's parameters besides the temperature; empty where no row had any.
     """
 
     token_ids: Tensor
@@ -64,7 +64,7 @@ class Batch:
     sampling: tuple[pb.SamplingParameters, ...] = ()
 
     def to(self, device: torch.device) -> Batch:
-        """With every tensor on ``device``; the host waits only for a policy's first copy there.
+        """Move every tensor to ``device``; the host waits only for a policy's first copy there.
 
         Raises torch.OutOfMemoryError.
         """
@@ -106,7 +106,7 @@ class _Row:
 
     @property
     def common(self) -> tuple[int, str, str]:
-        """What the rows of a batch have in common: policy version, types of states and logits."""
+        """The key that all rows of a batch share: policy version, types of states and logits."""
         sample = self.sample
         return sample.policy_version, str(sample.layout.dtype), str(sample.logits_dtype)
 
@@ -126,8 +126,8 @@ def batches(
     Args:
         samples: at least one.
         policy_heads: must hold their policy versions.
-        max_tokens: of a batch.
-        device: where they will go; the CPU if None.
+        max_tokens: most tokens of a batch.
+        device: where the batches will go; the CPU if None.
         window_steps: K, to split a longer sequence into windows of ``max_tokens`` anchors. A
             window has all of the sequence before it as context, so its anchors see what they
             would see in the whole sequence, and the K + 1 tokens after it as targets: sums over
@@ -169,7 +169,7 @@ def _collate(rows: Sequence[_Row], policy_heads: PolicyHeads, device: torch.devi
     """One batch of rows of one policy. Raises RefusedError: its version is not held."""
     first = rows[0].sample
     head = policy_heads.get(first.policy_version)
-    # A copy out of pages that are locked runs beside the host.
+    # A copy from pinned memory does not block the host.
     locked = device is not None and device.type == "cuda"
     size = (len(rows), max(row.size for row in rows))
 

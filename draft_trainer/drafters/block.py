@@ -1,7 +1,7 @@
 """A decoder layer as in Llama, Qwen2, Qwen3 and Qwen3-Next: attention, then a SwiGLU.
 
-The parameter names are those of Hugging Face's checkpoints. How its queries meet keys is up to the
-mechanism: ``project`` gives queries, keys and values, ``finish`` takes what was attended to.
+The parameter names are those of Hugging Face's checkpoints. The mechanism decides which keys a
+query attends to: ``project`` returns queries, keys and values, ``finish`` takes what was attended.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ class BlockShape:
         rope: the rotary embedding.
         qk_norm: an RMSNorm for each query and key head.
         qkv_bias: q, k and v have a bias.
-        output_gate: the attention's output is multiplied with a sigmoid; q_proj's rows are a head's
+        output_gate: the attention's output is multiplied by a sigmoid; q_proj's rows are a head's
             query, then its gate.
-        zero_centred: a norm multiplies with 1 + its weight.
+        zero_centred: a norm multiplies by 1 + its weight.
     """
 
     hidden_size: int
@@ -52,10 +52,10 @@ class BlockShape:
 
     @classmethod
     def of(cls, config: Mapping[str, Any], whose: str, rope: Rope, **switches: bool) -> BlockShape:
-        """From a Hugging Face config.json.
+        """Read a Hugging Face config.json.
 
         Raises:
-            RefusedError: a field is missing or cannot be; ``whose`` is part of its name.
+            RefusedError: a field is missing or impossible; ``whose`` is part of its name.
         """
         heads, kv_heads = (
             size_of(config, f"num_{kind}_heads", whose) for kind in ("attention", "key_value")
@@ -98,7 +98,7 @@ class Norm(nn.Module):
         """[..., size] to [..., size], in the type of ``x``."""
         weight: Tensor = self.weight
         if self.offset:
-            # As vLLM: bfloat16 has no numbers between 1 and 1.0078.
+            # As in vLLM: bfloat16 has no numbers between 1 and 1.0078.
             weight = weight.to(torch.promote_types(weight.dtype, torch.float32)) + self.offset
         return rms_norm(x, weight, self.eps)
 
@@ -108,7 +108,7 @@ class Attention(nn.Module):
 
     Args:
         shape: the layer's.
-        input_size: of what queries, keys and values are projected from; H if None.
+        input_size: width of the input of the query, key and value projections; H if None.
         output_bias: the output's projection has a bias.
     """
 
@@ -143,7 +143,7 @@ class MLP(nn.Module):
         self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., H] to [..., H], of one without biases."""
+        """[..., H] to [..., H]; the MLP must have no biases."""
         gate_up = torch.cat([self.gate_proj.weight, self.up_proj.weight])
         return swiglu_linear(linear(x, gate_up), self.down_proj.weight)
 

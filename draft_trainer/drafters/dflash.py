@@ -55,7 +55,7 @@ _FIXED_VALUES: dict[str, tuple[Any, ...]] = {
     "is_neox_style": (True, None),
     "logit_scale": (1.0, None),
     "quantization_config": (None,),
-    # vLLM prefers it to target_layer_ids, and counts otherwise.
+    # vLLM prefers it to target_layer_ids, and numbers layers differently there.
     "eagle_aux_hidden_state_layer_ids": (None,),
 }
 _FIXED_NESTED: dict[str, tuple[Any, ...]] = {
@@ -76,7 +76,7 @@ class DflashConfig(StoredShape):
     """Everything that determines the draft's function besides its weights; see ``StoredShape``.
 
     Attributes:
-        num_hidden_layers: how many.
+        num_hidden_layers: number of decoder layers.
         mask_token_id: the policy's token whose embedding stands at every place to be proposed.
     """
 
@@ -85,7 +85,7 @@ class DflashConfig(StoredShape):
 
     @property
     def plain_logits(self) -> bool:
-        """As vLLM's DFlash drafts, whatever the policy does."""
+        """True, as in vLLM's DFlash drafts, whatever the policy does to its logits."""
         return True
 
     @classmethod
@@ -156,13 +156,13 @@ class DflashHead(Draft):
         return self.norm(output)
 
     def unroll(self, batch: Batch, steps: int, first_anchor: int = 0) -> Iterator[Tensor]:
-        """See ``Draft.unroll``; the parameters' type is what is computed in."""
+        """See ``Draft.unroll``; it computes in the type of the parameters."""
         dtype = self.norm.weight.dtype
         context = self.hidden_norm(linear(batch.aux.to(dtype), self.fc.weight))
         first = ahead(batch.embeds, 1)[:, first_anchor:].to(dtype)
         mask = batch.policy.embed_tokens[self.config.mask_token_id]
         masks = moved(mask, first.device).to(dtype).expand(len(first), steps * first.shape[1], -1)
-        # Place after place along the rows: one product for all of them.
+        # The places follow each other along the rows, so that one product serves all of them.
         hidden = torch.cat([first, masks], dim=1)
         anchors, count = batch.positions[:, first_anchor:], first.shape[1]
         positions = torch.cat([anchors + 1 + place for place in range(steps + 1)], dim=1)

@@ -53,17 +53,17 @@ class DraftShape(ABC):
 
     @property
     def full_vocabulary(self) -> bool:
-        """Whether draft ids are target ids."""
+        """True if draft ids are target ids."""
         return self.draft_vocab_size == self.vocab_size
 
     @property
     def max_row_tokens(self) -> int | None:
-        """Longest row it can be unrolled on, TTT steps included; None for any."""
+        """The longest row it can be unrolled on, TTT steps included; None for any."""
         return None
 
     @property
     def plain_logits(self) -> bool:
-        """Whether its logits are the policy's lm_head's product: no bias, no scale, no cap."""
+        """True if its logits are the plain product with the lm_head: no bias, scale or cap."""
         return False
 
     @property
@@ -82,13 +82,12 @@ class Draft(nn.Module, ABC):
     Attributes:
         kind: the ``Drafter.name`` of its mechanism.
         config: its shape.
-        lm_head: from ``normed`` outputs to draft-vocabulary logits; None: the policy's, which
+        lm_head: maps ``normed`` outputs to draft-vocabulary logits; None: the policy's, which
             follows its version and is not trained.
 
     Args:
         draft_vocab_ids: int [draft_vocab], the target id of every draft id; None for the full
-            vocabulary, which is the only one of most mechanisms, and where acceptance is never
-            asked for.
+            vocabulary, which most mechanisms only have, and where acceptance is never computed.
     """
 
     kind: ClassVar[str]
@@ -125,7 +124,7 @@ class Draft(nn.Module, ABC):
     def forward(
         self, batch: Batch, steps: int, first_anchor: int = 0
     ) -> tuple[list[Tensor], Tensor]:
-        """What the loss takes: the ``normed`` outputs of ``unroll``, and the lm_head's weight."""
+        """Return the ``normed`` outputs of ``unroll`` and the lm_head's weight, for the loss."""
         outputs = [self.normed(output) for output in self.unroll(batch, steps, first_anchor)]
         return outputs, self.lm_head_rows(batch.policy).to(outputs[0].dtype)
 
@@ -138,7 +137,7 @@ class Draft(nn.Module, ABC):
 
     @property
     def device(self) -> torch.device:
-        """Where the parameters are."""
+        """The device of the parameters."""
         return next(self.parameters()).device
 
     def target_ids(self) -> Tensor:
@@ -191,8 +190,8 @@ class Checkpoint:
     def draft(self) -> Draft:
         """The draft in float32."""
         ids = () if self.d2t is None else (target_ids(self.d2t),)
-        # Random values to start with would be drawn from torch's global generator, which belongs to
-        # the policy's training where both share a process.
+        # Initial values would be drawn from torch's global generator, which belongs to the policy's
+        # training where both share a process.
         with torch.device("meta"):
             draft = self.module(self.config, *ids)
         draft.load_state_dict(
@@ -227,7 +226,7 @@ class Checkpoint:
             raise RefusedError(
                 f"the draft's {', '.join(names) or 'draft vocabulary'}",
                 ", ".join(f"{name} {getattr(found, name)}" for name in names)
-                or f"{differ} other tokens of {wanted.draft_vocab_size}",
+                or f"{differ} of {wanted.draft_vocab_size} tokens differ",
                 (", ".join(f"{name} {getattr(wanted, name)}" for name in names) or "the same ones")
                 + ", as in this registry's drafts",
                 "a fleet swaps drafts of one shape and vocabulary: train it like release 0, or "
@@ -237,7 +236,7 @@ class Checkpoint:
         return replace(self, config=wanted).draft().requires_grad_(False)
 
     def written(self) -> tuple[str, dict[str, Tensor]]:
-        """What ``write`` writes: the text of config.json, and the tensors of model.safetensors."""
+        """Return what ``write`` writes: config.json's text and model.safetensors' tensors."""
         stored = {
             self.names[name]: tensor.contiguous().clone() for name, tensor in self.tensors.items()
         }
@@ -305,7 +304,7 @@ class Drafter(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class StoredShape(DraftShape):
-    """A shape that keeps the config.json which it was read from.
+    """A shape that keeps the config.json that it was read from.
 
     Attributes:
         block: every one of its decoder layers.
@@ -317,7 +316,7 @@ class StoredShape(DraftShape):
 
     @property
     def bounds(self) -> frozenset[str]:
-        """What the rest of its config.json says does not change the function."""
+        """The config.json: what it says beyond the shape's fields does not change the function."""
         return frozenset(("document",))
 
     def to_dict(self, dtype_name: str = "bfloat16") -> dict[str, Any]:
@@ -329,8 +328,8 @@ class OneLayout(Drafter):
     """A mechanism whose checkpoints have one layout; their shape is a ``StoredShape``.
 
     Attributes:
-        module: of its drafts.
-        shape: of its drafts; ``from_dict`` reads a config.json.
+        module: class of its drafts.
+        shape: class of their shapes; ``from_dict`` reads a config.json.
         advice: next step where a checkpoint cannot be read.
     """
 
@@ -343,7 +342,7 @@ class OneLayout(Drafter):
         return self.module(self.shape.from_dict(document))  # type: ignore[no-any-return]
 
     def stored_name(self, config: DraftShape, name: str) -> str:
-        """In a checkpoint, of a tensor of the module."""
+        """Return the name in a checkpoint of a tensor of the module."""
         return name
 
     def shape_of(self, directory: Path, document: Mapping[str, Any]) -> Any:
@@ -359,12 +358,12 @@ class OneLayout(Drafter):
         document: dict[str, Any],
         unchanged: bool = True,
     ) -> Checkpoint:
-        """What was read.
+        """Check the tensors that were read and return the checkpoint.
 
         Args:
-            directory: where.
+            directory: the checkpoint's.
             config: from ``shape_of``.
-            stored: tensors by the names that they have there, without the policy's.
+            stored: tensors by their names there, without the policy's.
             document: the config.json in which vLLM reads ``config``; ``unchanged`` where it is
                 that of the directory.
 
@@ -406,7 +405,7 @@ class OneLayout(Drafter):
         document = config.to_dict() if like is None else read_json(like / CONFIG_FILE, self.advice)
         trained = dict(draft.named_parameters())
         tensors = {
-            # What is not trained keeps its type: rounding could change what a router chooses.
+            # Untrained tensors keep their type: rounding could change what a router chooses.
             name: t.detach().to("cpu", dtype if name in trained else t.dtype)
             for name, t in draft.state_dict().items()
         }
@@ -455,7 +454,7 @@ _WRONG_VALUES = (
 
 @contextmanager
 def reading_config(directory: Path, next_step: str) -> Iterator[None]:
-    """Refuse a config.json whose values fail in Python's own way: of other types, or too large."""
+    """Turn Python's own errors on a config.json's values (wrong type, too large) into a refusal."""
     try:
         yield
     except _WRONG_VALUES as error:
@@ -465,6 +464,6 @@ def reading_config(directory: Path, next_step: str) -> Iterator[None]:
 
 
 def tensor_shapes(build: Callable[[], nn.Module]) -> dict[str, torch.Size]:
-    """Of a module's tensors by name, without their memory."""
+    """Return the shapes of a module's tensors by name, without allocating them."""
     with torch.device("meta"):
         return {name: tensor.shape for name, tensor in build().state_dict().items()}

@@ -3,7 +3,7 @@
 Step s of the anchor i is what the model says after x_{i+1+s}: with the recorded tokens fed, all
 steps of all anchors are one forward pass over the sequence. While drafts are accepted they are the
 recorded tokens, so this is what vLLM's proposer computes, too. vLLM's counters are higher by what
-is accepted behind the end of a completion, where a model much like the policy still agrees with it.
+is accepted past the end of a completion, where a model much like the policy still agrees with it.
 
 With ``LmConfig.parallel_token`` one forward pass proposes all tokens: x_{i+1} and K - 1 times that
 token are fed, at positions i + 1 .. i + K, and place s says x_{i+2+s}. A place sees what comes
@@ -65,7 +65,7 @@ class LmConfig(StoredShape):
     """Everything that determines the model's function besides its weights; see ``StoredShape``.
 
     Attributes:
-        num_hidden_layers: how many.
+        num_hidden_layers: number of decoder layers.
         tied: the embeddings are its lm_head as well.
         parallel_token: see ``PARALLEL_TOKEN``; None where tokens are drafted one after the other.
     """
@@ -94,7 +94,7 @@ class LmConfig(StoredShape):
         if token is not None and not (type(token) is int and 0 <= token < vocab):
             _refuse(PARALLEL_TOKEN, token, f"a token of the vocabulary, 0 to {vocab - 1}")
         if token is not None and document.get("mask_token_id") is not None:
-            # vLLM would take that one.
+            # vLLM would use that one instead.
             _refuse("mask_token_id", document["mask_token_id"], f"none beside {PARALLEL_TOKEN}")
         qk_norm, qkv_bias = _LAYERS[kind]
         return cls(
@@ -137,12 +137,12 @@ class DraftLm(Draft):
         self.lm_head = None if config.tied else nn.Linear(size, config.vocab_size, bias=False)
 
     def lm_head_rows(self, policy: PolicyHead | None) -> Tensor:
-        """Its own, which are its embeddings where the two are tied."""
+        """Return the model's own lm_head, which is its embeddings where the two are tied."""
         return self._embeddings if self.lm_head is None else self.lm_head.weight
 
     @property
     def _embeddings(self) -> Tensor:
-        """[vocab, H]; in a pass that computes in another type no ``nn.Parameter``."""
+        """The embeddings, [vocab, H]; no ``nn.Parameter`` in a pass that casts parameters."""
         module = self.model["embed_tokens"]
         assert isinstance(module, nn.Embedding)
         return module.weight
@@ -152,11 +152,11 @@ class DraftLm(Draft):
         return self.model["norm"](output)
 
     def unroll(self, batch: Batch, steps: int, first_anchor: int = 0) -> Iterator[Tensor]:
-        """See ``Draft.unroll``; the parameters' type is what is computed in."""
+        """See ``Draft.unroll``; it computes in the type of the parameters."""
         embeddings, token = self._embeddings, self.config.parallel_token
         hidden, positions = F.embedding(batch.token_ids, embeddings), batch.positions
-        # Place after place along the rows: one product for all of them. The places of the anchor i
-        # are at index i + 1, whose token is the last that they see.
+        # The places follow each other along the rows, so that one product serves all of them. Those
+        # of the anchor i are at index i + 1, whose token is the last that they see.
         seen = positions[:, first_anchor:]
         rows, count = seen.shape
         places = 0 if token is None else steps - 1
@@ -193,7 +193,7 @@ class DraftModel(OneLayout):
     name, module, shape, advice = DraftLm.kind, DraftLm, LmConfig, _ADVICE
 
     def read(self, directory: Path, policy: Path | None = None) -> Checkpoint:
-        """See ``Drafter.read``; a model that is no release yet needs ``policy``."""
+        """See ``Drafter.read``; a model that is not a release yet needs ``policy``."""
         stored = load_tensors(directory)
         found = read_json(directory / CONFIG_FILE, _ADVICE)
         document = dict(found)

@@ -22,7 +22,7 @@ _ZERO_CENTRED = (
     *("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "minimax_m3_vl_text"),
     *("gemma", "gemma2", "gemma3_text"),
 )
-"""``model_type`` of policies whose final norm multiplies with 1 + its weight."""
+"""The ``model_type`` of policies whose final norm multiplies by 1 + its weight."""
 
 
 def choose_draft_vocabulary(counts: Tensor, size: int, allowed: Tensor) -> Tensor:
@@ -86,7 +86,7 @@ def init_draft(
         # A full vocabulary has no map, however it was asked for.
         draft_vocab_ids = None if config.full_vocabulary else draft_vocab_ids
     head = Eagle3Head(config, draft_vocab_ids)
-    _start(head, head.fc, head.norm, policy, seed)
+    _fill(head, head.fc, head.norm, policy, seed)
     with torch.no_grad():
         head.lm_head.weight.copy_(rows)
     return head
@@ -105,7 +105,7 @@ def init_dflash(
 
     Args:
         policy: whose draft it is.
-        mask_token_id: one of its tokens that no text has.
+        mask_token_id: one of its tokens that occurs in no text.
         layers: decoder layers; drafts for large policies have five.
         aux_layer_ids: auxiliary layers ("after L layers"); ``choose_aux_layers`` if None.
         intermediate_size: width of the MLPs; the policy's if None.
@@ -134,7 +134,7 @@ def init_dflash(
         NESTED: {"mask_token_id": mask_token_id, "target_layer_ids": [one - 1 for one in ids]},
     }
     draft = DflashHead(DflashConfig.from_dict(document))
-    _start(draft, draft.fc, draft.norm, policy, seed)
+    _fill(draft, draft.fc, draft.norm, policy, seed)
     return draft
 
 
@@ -159,7 +159,7 @@ def aux_layers(
 
 
 def _sizes(policy: Mapping[str, Any], intermediate_size: int | None) -> dict[str, Any]:
-    """A draft's sizes and epsilon by their names in config.json, as the policy's own layers."""
+    """Return a draft's sizes and epsilon by config.json's names, those of the policy's layers."""
     hidden, heads = size_of(policy, "hidden_size"), size_of(policy, "num_attention_heads")
     if not isinstance(eps := policy.get("rms_norm_eps"), float):
         raise RefusedError(
@@ -180,8 +180,8 @@ def _sizes(policy: Mapping[str, Any], intermediate_size: int | None) -> dict[str
     }
 
 
-def _start(draft: Draft, fc: nn.Linear, norm: Norm, policy: PolicyCheckpoint, seed: int) -> None:
-    """Random matrices, but for ``fc``, which starts near the mean of the auxiliary states.
+def _fill(draft: Draft, fc: nn.Linear, norm: Norm, policy: PolicyCheckpoint, seed: int) -> None:
+    """Fill the matrices at random, but ``fc`` with nearly the mean of the auxiliary states.
 
     So the layers see hidden states of the policy's own scale from the first step.
     """

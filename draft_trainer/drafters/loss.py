@@ -44,26 +44,26 @@ from draft_trainer.kernels.rows import score_rows
 Target = Literal["kl", "tv", "lk"]
 METRICS = ("loss", "top1_agreement", "acceptance", "outside_mass")
 
-# Logits of one chunk: on a CPU so few that products and scores find them in its caches, on a GPU so
-# many that launches do not count, if there is room.
+# Bytes of one chunk's logits: on a CPU few enough that products and scores find them in its caches,
+# on a GPU, if there is room, enough that launches do not count.
 _CHUNK_BYTES = 16 << 20
 _GPU_CHUNK_BYTES = 512 << 20
-# Elements of one tensor in the innermost loop, so that the few it reads stay in a core's cache.
+# Elements of each tensor in the innermost loop: the few that it reads stay in a core's cache.
 _BLOCK_ELEMENTS = 1 << 17
 _SMALLEST_ACCEPTANCE = 1e-8
 
 
 @dataclass(frozen=True, eq=False)
 class TeacherRows:
-    """What the policy's probabilities at N positions are made of.
+    """The inputs of the policy's probabilities at N positions.
 
     Attributes:
         final_hidden: [N, H], input of the policy's lm_head.
-        policy: how it makes logits of them.
-        logits_dtype: in which it has those; see ``policy_logits``.
+        policy: how the policy makes its logits of them.
+        logits_dtype: type of these logits; see ``policy_logits``.
         log_z: float32 [N], log of the whole vocabulary's sum of exp(logit / temperature).
         temperature: float32 [N].
-        scaled: whether any temperature is not 1; asked of a tensor on a GPU, the host would wait.
+        scaled: whether any temperature is not 1; to read that from a GPU the host would wait.
     """
 
     final_hidden: Tensor
@@ -125,13 +125,13 @@ class _SoftTargetLoss(torch.autograd.Function):
         scores = torch.empty(
             *(steps, count, len(METRICS)), dtype=torch.float64, device=hidden.device
         )
-        # In place of the states, chunk by chunk.
+        # Overwrites the states, chunk by chunk.
         grad_hidden = hidden.detach() if learns else None
         wide = torch.promote_types(hidden.dtype, torch.float32)
         # A draft that shares the policy's lm_head does not train it.
         grad_lm_head = torch.zeros_like(lm_head, dtype=wide) if ctx.needs_input_grad[1] else None
         inverse_t = 1.0 / teacher.temperature
-        # The factor of a row is applied to its H states and not to its V logits.
+        # A row's factor is applied to its H states and not to its V logits.
         factors = (row_weights * inverse_t)[..., None].to(wide)
         for rows in chunks(count, (steps + 1) * len(lm_head) * hidden.element_size(), hidden):
             states = hidden[:, rows].flatten(0, 1)
@@ -162,7 +162,7 @@ class _SoftTargetLoss(torch.autograd.Function):
     def backward(ctx: Any, grad_loss: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         grad_hidden, grad_lm_head = ctx.saved_tensors
         if grad_loss.is_cpu and grad_loss == 1.0:
-            # The backward pass begins at the loss: saves a pass over the largest gradient.
+            # The loss is the root of the backward pass: saves a pass over the largest gradient.
             for_lm_head = grad_lm_head
         else:
             for_lm_head = None if grad_lm_head is None else grad_lm_head * grad_loss
@@ -224,13 +224,13 @@ def _score(
     mass, likeliest = p.sum(-1), p.argmax(-1, keepdim=True)
     z = logits * inverse_t if scaled else logits
     highest, where = z.max(-1)
-    # Not aten's soft-max that widens as it reads: on a GPU that one takes float16 alone.
+    # Not aten's _softmax(half_to_float=True): on a GPU it takes float16 alone.
     q = torch.softmax(z, -1, dtype=wide)
     top1 = z.gather(-1, likeliest.expand(len(z), -1, -1))[..., 0] == highest
     scratch = torch.minimum(p, q)
     rate = scratch.sum(-1)
     if target == "kl":
-        # log q = z - log sum exp(z), and the latter is what the highest entry says.
+        # log q = z - log sum exp(z); the highest entry of q gives that sum.
         log_sum = highest - q.gather(-1, where[..., None])[..., 0].log()
         loss = mass * log_sum - torch.mul(p, z, out=scratch).sum(-1)
         if learns:
@@ -249,11 +249,11 @@ def _score(
 
 
 def chunks(count: int, row_bytes: int, like: Tensor) -> Iterator[slice]:
-    """Slices of ``count`` rows, all but the last of one size.
+    """Split ``count`` rows into slices, all but the last of one size.
 
     Args:
-        count: of all rows.
-        row_bytes: of a row's logits.
+        count: number of rows.
+        row_bytes: bytes of one row's logits.
         like: a tensor on their device.
     """
     most = _CHUNK_BYTES
@@ -265,7 +265,7 @@ def chunks(count: int, row_bytes: int, like: Tensor) -> Iterator[slice]:
             share = torch.cuda.get_per_process_memory_fraction(like.device)
             free = min(free, int(share * total) - reserved)
             unused = reserved - torch.cuda.memory_allocated(like.device)
-            # In float32 beside them: what is made of the logits.
+            # The rest is for what is computed from the logits, in float32.
             most = min(most, (free + unused) // 8)
     size = max(1, most // row_bytes)
     for start in range(0, count, size):
@@ -289,7 +289,7 @@ class Objective:
 
 
 def valid_targets(batch: Batch, steps: int) -> Tensor:
-    """Where an anchor's step has a target that serving could ask for.
+    """Mark the steps of anchors that have a target which serving could ask for.
 
     The target of (i, s) is x_{i+2+s} and its teacher y_{i+1+s}, whose log Z comes with x_{i+2+s}:
     the target must lie in the row, i + 2 + s <= T - 1. It and every token fed before it
@@ -345,9 +345,9 @@ def ttt_objective(
     row, index = at_teacher.any(0).nonzero(as_tuple=True)
     first_anchor = int(valid.flatten(0, 1).any(0).int().argmax())
     anchors_a_row = valid.shape[2] - first_anchor
-    # Of the anchor of step 0; rows without an anchor for a step take any other, and do not count.
+    # Index of step 0's anchor. A row without an anchor for a step takes any other, not valid there.
     flat = row * anchors_a_row + index - 1 - first_anchor
-    # So many rows of each step come before the first anchor.
+    # For each step, how many rows have their anchor before the first one.
     before = [int((flat < step).sum()) for step in range(steps)]
     per_step = (torch.tensor(weights, dtype=torch.float32) / divisors.cpu()).float()
     scaled = bool((batch.temperature != 1.0).any())
@@ -366,7 +366,7 @@ def ttt_objective(
         scaled=scaled,
     )
 
-    # Cast once, differentiably: unlike with autocast, however often a parameter is used.
+    # Cast once, differentiably, however often a parameter is used; autocast would not.
     parameters = {name: p.to(compute_dtype) for name, p in head.named_parameters()}
     outputs, lm_head = functional_call(head, parameters, (batch, steps, first_anchor))
     hidden = _AtTeachers.apply(flat, before, *(output.flatten(0, 1) for output in outputs))
@@ -383,10 +383,11 @@ def ttt_objective(
 
 
 class _AtTeachers(torch.autograd.Function):
-    """Row n of step s is what step s has for the anchor ``flat[n] - s``: [M, H] to [K, N, H].
+    """Gathers each step's outputs: row n of step s is that of the anchor ``flat[n] - s``.
 
-    ``flat`` ascends, so no row of a step is taken twice but for those before the start, which have
-    no gradient. So the backward pass may copy rows, where that of indexing has to add them up.
+    K tensors [M, H] become one [K, N, H]. ``flat`` ascends, so no row of a step is taken twice
+    except those before the start, which have no gradient. So the backward pass may copy rows, where
+    that of indexing has to add them up.
     """
 
     @staticmethod

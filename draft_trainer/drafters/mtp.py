@@ -60,9 +60,9 @@ class ExpertsShape:
     Attributes:
         count: E, in ``groups`` groups of neighbours.
         chosen: K, the experts of a token, from its ``chosen_groups`` best groups.
-        width: of one expert; the shared one has ``shared`` times of it.
+        width: width of one expert; the shared one is ``shared`` times as wide.
         renormalize: the weights of a token's experts sum to 1 before they are scaled.
-        scale: what they are multiplied with.
+        scale: factor of these weights.
     """
 
     count: int
@@ -76,7 +76,7 @@ class ExpertsShape:
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> ExpertsShape:
-        """From a policy's config.json. Raises RefusedError: a number is missing or cannot be."""
+        """Read a policy's config.json. Raises RefusedError: a number is missing or impossible."""
         count, groups, best, chosen = sizes = [size_of(config, name) for name in _MIXTURE]
         in_group, rest = divmod(count, groups)
         if rest or in_group < 2 or best > groups or chosen > best * in_group:
@@ -132,12 +132,12 @@ class Experts(nn.Module):
 
 
 PARTS = ("fc.", "embed_norm.", "hidden_norm.", "layer.", "norm.")
-"""What the names of parameters begin with in ``MtpHead``."""
+"""The prefixes of the parameters' names in ``MtpHead``."""
 
 
 @dataclass(frozen=True)
 class Family:
-    """What MTP heads differ in.
+    """A family of MTP heads: what they differ in from the others.
 
     Attributes:
         modules: names of the checkpoint's config.json that say how many modules there are.
@@ -198,7 +198,7 @@ FAMILIES = {
         copies=("embed_tokens.weight", "shared_head.head.weight"),
     ),
 }
-"""By the language model's ``model_type``."""
+"""The families by the language model's ``model_type``."""
 
 _FIXED_VALUES: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu",),
@@ -228,7 +228,7 @@ class MtpConfig(StoredShape):
     Attributes:
         family: one of ``FAMILIES``.
         block: its decoder layer; its norms are of the same kind.
-        experts: what is in place of its SwiGLU, or None.
+        experts: the mixture in place of its SwiGLU, or None.
         document: the policy's config.json, ``without_code``.
     """
 
@@ -237,12 +237,12 @@ class MtpConfig(StoredShape):
 
     @property
     def plain_logits(self) -> bool:
-        """As vLLM's MTP heads, whatever the policy does."""
+        """True, as in vLLM's MTP heads, whatever the policy does to its logits."""
         return True
 
     @property
     def prefix(self) -> str:
-        """What every tensor's name begins with in the checkpoint."""
+        """The prefix of every tensor's name in the checkpoint."""
         return FAMILIES[self.family].prefix.format(**text_config(self.document))
 
     def stored(self, name: str) -> str:
@@ -270,7 +270,7 @@ class MtpConfig(StoredShape):
             _refuse("quantization_config", "one", "none: give the policy as it was trained")
         vocab, layers = size_of(text, "vocab_size"), size_of(text, "num_hidden_layers")
         if qwen3_next or glm:
-            # Their default is not hidden / heads.
+            # Their default, where it is missing, is not hidden / heads.
             size_of(text, "head_dim")
         if glm and text["first_k_dense_replace"] > layers:
             _refuse("first_k_dense_replace", text["first_k_dense_replace"], f"at most {layers}")
@@ -293,7 +293,7 @@ class MtpConfig(StoredShape):
 
 
 def _family(document: Mapping[str, Any], text: Mapping[str, Any]) -> str:
-    """The head's family, or why it is not represented."""
+    """Return the head's family. Raises RefusedError: one that is not represented."""
     kind = "mimo" if document.get("architectures") == [MIMO] else text.get("model_type")
     if text.get("kv_lora_rank") is not None:
         _refuse("kv_lora_rank", text["kv_lora_rank"], "none: latent attention is not represented")
@@ -312,7 +312,7 @@ def _rope(text: Mapping[str, Any], family: Family) -> Rope:
     named = {**text, **(text.get("rope_parameters") or {})}
     partly = family.block in ("qwen3_next", "glm4_moe")
     if partly and named.get("partial_rotary_factor") is None:
-        # transformers' default for these is a quarter or half, and not the whole.
+        # transformers' default for these is a quarter or a half, not the whole head.
         _refuse("partial_rotary_factor", "nothing", "a number")
     return rope
 
@@ -338,15 +338,15 @@ class MtpHead(Draft):
         self.norm = shape.norm() if has_norm else nn.Identity()
 
     def normed(self, output: Tensor) -> Tensor:
-        """The output itself where ``unroll`` norms it, because the next step takes it normed."""
+        """Return the output itself where ``unroll`` has normed it, as the next step takes it so."""
         return output if FAMILIES[self.config.family].norm_fed else self.norm(output)
 
     def unroll(self, batch: Batch, steps: int, first_anchor: int = 0) -> Iterator[Tensor]:
-        """See ``Draft.unroll``; the parameters' type is what is computed in."""
+        """See ``Draft.unroll``; it computes in the type of the parameters."""
         family, dtype = FAMILIES[self.config.family], self.fc.weight.dtype
         halves = self.fc.weight.chunk(2, dim=1)
         fc_of_embeds, fc_of_hidden = halves if family.embedding_first else halves[::-1]
-        # The embedding's half is the same at every step but for a shift.
+        # The embeddings' half of the product is the same at every step except for a shift.
         tokens_in = linear(self.embed_norm(batch.embeds.to(dtype)), fc_of_embeds)
         hidden, positions = batch.final_hidden.to(dtype), batch.positions
         prefix: tuple[Tensor, Tensor] | None = None
@@ -387,8 +387,8 @@ class Mtp(OneLayout):
         return config.stored(name)
 
     def read(self, directory: Path, policy: Path | None = None) -> Checkpoint:
-        """See ``Drafter.read``; whatever else the checkpoint has, the policy's weights, is left."""
-        weight_files(directory)  # a pickle is the better reason than what else is missing
+        """See ``Drafter.read``; the rest of the checkpoint, the policy's weights, is not read."""
+        weight_files(directory)  # refuses a pickle before anything that is missing
         document = read_json(directory / CONFIG_FILE, _ADVICE)
         config: MtpConfig = self.shape_of(directory, document)
         if policy is not None:

@@ -62,19 +62,19 @@ class _RMSNorm(torch.autograd.Function):
             grad_weight = (wide * normed).flatten(0, -2).sum(0).to(weight.dtype)
         if not ctx.needs_input_grad[0]:
             return None, grad_weight, None
-        # d/dx of x * scale: what points along x itself changes the length and nothing else.
+        # d/dx of x * scale: the component along x changes the length alone, which scale undoes.
         wide = wide * weight
         along = torch.linalg.vecdot(wide, normed).div_(x.shape[-1])[..., None]
         return wide.addcmul_(normed, along, value=-1.0).mul_(scale).to(x.dtype), grad_weight, None
 
 
 def rotate_heads(x: Tensor, count: int, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the first ``count`` heads and pass the others on.
+    """Rotate the first ``count`` heads and copy the others.
 
     Args:
         x: [B, T, heads, D].
         count: heads to rotate, for example the queries' and the keys' but not the values'.
-        cos: [B, T, 1, R / 2], at least float32; elements of a head from R on are passed on too.
+        cos: [B, T, 1, R / 2], at least float32; elements of a head from R on are copied too.
         sin: the same.
 
     Returns:
@@ -97,7 +97,7 @@ class _RotateHeads(torch.autograd.Function):
 
 
 def _rotated(x: Tensor, count: int, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
-    # The C kernel wants an angle for every row; the product may share one over the batch.
+    # The C kernel needs angles for every row; plain torch can share them over the batch.
     if library.runs_on(x) and cos.dtype == torch.float32 and cos.shape[:2] == x.shape[:2]:
         return rows.rotate(x, count, cos, sin, sign)
     sin = sin if sign > 0 else -sin
@@ -107,7 +107,7 @@ def _rotated(x: Tensor, count: int, cos: Tensor, sin: Tensor, sign: float) -> Te
     out[:, :, :count, width:] = x[:, :, :count, width:]
     first, second = x[:, :, :count, :width].chunk(2, dim=-1)
     to_first, to_second = out[:, :, :count, :width].chunk(2, dim=-1)
-    # The products are in the type of the angles, their sum is rounded as it is written.
+    # The products are in the angles' type; their sum is rounded when it is written.
     torch.addcmul(first * cos, second, sin, value=-1.0, out=to_first)
     torch.addcmul(second * cos, first, sin, out=to_second)
     return out
@@ -149,9 +149,9 @@ def _swiglu_backward(gate_up: Tensor, grad: Tensor) -> Tensor:
 
 
 def swiglu_linear(gate_up: Tensor, weight: Tensor) -> Tensor:
-    """``linear(swiglu(gate_up), weight)``, which on a GPU does not keep what it multiplies.
+    """``linear(swiglu(gate_up), weight)``, which on a GPU does not keep the SwiGLU's output.
 
-    To compute it again costs a pass over it; to keep it, an eighth of a training step's memory.
+    Computing it again costs a pass over it; keeping it, an eighth of a training step's memory.
     """
     if gate_up.is_cpu:
         return linear(swiglu(gate_up), weight)
@@ -214,6 +214,6 @@ def _through_onednn(x: Tensor) -> bool:
 def _onednn(a: Tensor, b: Tensor) -> Tensor:
     weight = b.T
     if not (weight.is_contiguous() or b.is_contiguous()):
-        # For columns of a larger matrix, oneDNN has a far slower reference kernel only.
+        # For columns of a larger matrix, oneDNN has only a far slower reference kernel.
         weight = weight.contiguous()
     return torch.ops.mkldnn._linear_pointwise(a, weight, None, "none", [], "")

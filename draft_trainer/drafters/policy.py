@@ -16,20 +16,20 @@ from slipstream.sampling import LogitForm
 from slipstream.tensors import digest
 
 _DEVICE_BYTES = 1 << 30
-"""Of lm_head rows on a device: of several versions where they are a draft vocabulary's, of one
-where they are a large policy's whole vocabulary."""
+"""The bound on lm_head rows on a device: enough for several versions of a draft vocabulary's rows,
+or for one version of a large policy's whole vocabulary."""
 
 
 @dataclass(frozen=True, eq=False)
 class PolicyHead:
-    """What the trainer needs of one policy version.
+    """The tensors and settings that the trainer needs of one policy version.
 
     Attributes:
         policy_version: the version.
         lm_head_rows: [draft_vocab, H], the policy's lm_head rows of the draft vocabulary, in
             the order of the draft ids.
         embed_tokens: [vocab, H], the policy's embeddings, which the draft head shares.
-        lm_head_bias: [draft_vocab], of the same rows; None where the policy's lm_head has none.
+        lm_head_bias: [draft_vocab], bias of these rows; None where the policy's lm_head has none.
         form: what the policy does to the output of its lm_head.
     """
 
@@ -41,7 +41,7 @@ class PolicyHead:
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """What is sent and kept of it: lm_head rows, embeddings and, if there is one, the bias."""
+        """The tensors that are sent and kept: lm_head rows, embeddings and the bias, if any."""
         both = (self.lm_head_rows, self.embed_tokens)
         return both if self.lm_head_bias is None else (*both, self.lm_head_bias)
 
@@ -51,18 +51,18 @@ def policy_logits(hidden: Tensor, head: PolicyHead, dtype: torch.dtype) -> Tenso
 
     Args:
         hidden: [N, H], final hidden states.
-        head: of their policy version, on the same device.
-        dtype: in which the policy has its logits (``Sample.logits_dtype``).
+        head: their policy version's, on the same device.
+        dtype: type of the policy's logits (``Sample.logits_dtype``).
 
     Returns:
         [N, draft_vocab], in ``dtype``; in float64 where the states are and ``dtype`` is float32.
     """
     rows, bias = head.lm_head_rows, head.lm_head_bias
     if dtype != torch.float32:
-        # Under autocast the policy rounds what it multiplies, too.
+        # Under autocast the policy rounds its operands, too.
         hidden, rows = hidden.to(dtype), rows.to(dtype)
         if bias is None:
-            # As the policy itself: products are added up in float32 and rounded once.
+            # As in the policy itself: products are added up in float32 and rounded once.
             return head.form.apply(hidden @ rows.T)
         bias = bias.to(dtype)
     wide = torch.promote_types(hidden.dtype, torch.float32)
@@ -74,7 +74,7 @@ def policy_logits(hidden: Tensor, head: PolicyHead, dtype: torch.dtype) -> Tenso
 
 @dataclass(frozen=True, eq=False)
 class _Copies:
-    """On a device; ``rows_of`` and ``bias_of`` are what they are copies of."""
+    """Copies on a device; ``rows_of`` and ``bias_of`` are the originals."""
 
     rows_of: Tensor
     rows: Tensor
@@ -83,7 +83,7 @@ class _Copies:
 
     @classmethod
     def made(cls, rows: Tensor, bias: Tensor | None, device: torch.device) -> _Copies:
-        # The gate asks in inference mode, whose tensors a training step could not take.
+        # The gate calls this in inference mode, whose tensors a training step could not use.
         with torch.inference_mode(False):
             return cls(rows, rows.to(device), bias, None if bias is None else bias.to(device))
 
@@ -150,7 +150,7 @@ class PolicyHeads:
             return self._heads[version]
 
     def on(self, head: PolicyHead, device: torch.device) -> PolicyHead:
-        """What ``get`` gave, with what makes its logits on a device; its embeddings stay.
+        """Return a version with its lm_head on a device; its embeddings stay where they are.
 
         Rows are copied once and kept there while they are among the last that were asked for.
         """
@@ -166,7 +166,7 @@ class PolicyHeads:
                 try:
                     copies = _Copies.made(of, bias, device)
                 except torch.OutOfMemoryError:
-                    # Rows of other versions are in the way, not needed.
+                    # Rows of other versions take the space, and can be copied again.
                     self._on_device.clear()
                     copies = _Copies.made(of, bias, device)
                 self._on_device[key] = copies

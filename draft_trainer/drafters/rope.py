@@ -47,7 +47,7 @@ _refuse = Refuse("config.json", "use a draft with a rope that is listed here")
 
 @dataclass(frozen=True)
 class Rope:
-    """What a config.json says about rotary embeddings, by the names of ``rope_parameters``.
+    """The rotary embedding that a config.json describes, by the names of ``rope_parameters``.
 
     Attributes:
         theta: the base.
@@ -120,10 +120,11 @@ class Rope:
 
     @classmethod
     def of_draft(cls, policy: Mapping[str, Any]) -> tuple[Rope, str]:
-        """The rope of a policy's new draft, and what it is if not the policy's ("" otherwise).
+        """Return the rope of a policy's new draft, and how it differs from the policy's, or "".
 
-        Of ropes by layer type it is that of full attention. Where no draft can have the policy's it
-        is a plain one with the same base, or vLLM's default base where the policy names none.
+        Where the policy has a rope for each type of layer, it is that of full attention. Where no
+        draft can have the policy's, it is a plain one with the same base, or vLLM's default base
+        where the policy names none.
 
         Args:
             policy: the config.json of its language model.
@@ -150,7 +151,7 @@ class Rope:
             **dict(self.values),
         }
         if "factor" in written:
-            # vLLM takes a whole number for a list of factors, and fails.
+            # vLLM mistakes an integer for a list of factors, and fails.
             written["factor"] = float(written["factor"])
         if self.partial != 1.0:
             written["partial_rotary_factor"] = self.partial
@@ -159,7 +160,7 @@ class Rope:
     def inverse_frequencies(self, head_dim: int) -> Tensor:
         """float32 [rotary_dim / 2]: radians per position of every rotated pair."""
         dim, given = self.rotary_dim(head_dim), dict(self.values)
-        # Also in a module that is built on the meta device: no checkpoint has them.
+        # On the CPU even where a module is built on the meta device: no checkpoint has them.
         exponents = torch.arange(0, dim, 2, dtype=torch.float32, device="cpu") / dim
         theta = self.theta
         if self.kind == "dynamic":
@@ -173,7 +174,7 @@ class Rope:
         return _llama3(frequencies, given) if self.kind == "llama3" else frequencies
 
     def attention_scale(self) -> float:
-        """What cos and sin are multiplied with (YaRN's mscale)."""
+        """Return the factor of cos and sin (YaRN's mscale)."""
         given = dict(self.values)
         if self.kind != "yarn":
             return 1.0
@@ -186,7 +187,7 @@ class Rope:
         return _mscale(given["factor"], 1.0)
 
     def rotary_dim(self, head_dim: int) -> int:
-        """How many of a head's elements are rotated, the first ones."""
+        """Return how many of a head's elements are rotated; they are the first ones."""
         return int(head_dim * self.partial)
 
 
@@ -206,7 +207,7 @@ class Rotary:
     def angles(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """cos and sin, each [B, T, 1, rotary_dim / 2] in ``dtype``, of positions [B, T]."""
         if self.inverse_frequencies.device != positions.device:
-            # Once: a GPU's host waits for such a copy.
+            # Moved once, because the host waits for the copy to a GPU.
             self.inverse_frequencies = self.inverse_frequencies.to(positions.device)
         angles = positions.to(dtype)[..., None, None] * self.inverse_frequencies.to(dtype)
         return angles.cos() * self._scale, angles.sin() * self._scale

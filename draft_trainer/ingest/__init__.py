@@ -1,1 +1,1 @@
-"""What the policy sends: runs, checks, the store, the replay order."""
+"""The data that the policy sends: runs, checks, the store, the replay order."""

@@ -35,7 +35,8 @@ class Arena:
     shares its memory is garbage-collected, on whatever thread that happens.
 
     Args:
-        path: created if missing, and brought to ``size`` and ``ALIGNMENT`` bytes for ``noted``.
+        path: created if missing, and resized to ``size`` and ``ALIGNMENT`` bytes for
+            ``sample_count``.
         size: bytes, a multiple of ``ALIGNMENT``.
 
     Raises:
@@ -48,10 +49,10 @@ class Arena:
             descriptor = os.open(path, flags, 0o600)
             try:
                 end = os.fstat(descriptor).st_size
-                noted = os.pread(descriptor, 8, end - ALIGNMENT) if end >= ALIGNMENT else b""
+                count = os.pread(descriptor, 8, end - ALIGNMENT) if end >= ALIGNMENT else b""
                 os.ftruncate(descriptor, size + ALIGNMENT)
                 os.posix_fallocate(descriptor, 0, size + ALIGNMENT)
-                # Populated: a page fault costs more than copying a page.
+                # Populated, because a page fault costs more than copying a page.
                 flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
                 self._map = mmap.mmap(descriptor, size + ALIGNMENT, flags)
             finally:
@@ -62,20 +63,20 @@ class Arena:
             raise RefusedError("replay.directory", error, expected, advice, code) from error
         self._address = np.frombuffer(self._map, np.uint8).ctypes.data
         self.size = size
-        self.noted = min(int.from_bytes(noted, "little"), size // ALIGNMENT)
-        # Of every viewed extent, the array that all of its views keep alive.
+        self.sample_count = min(int.from_bytes(count, "little"), size // ALIGNMENT)
+        # For every viewed extent, the array that all of its views keep alive.
         self._viewed: weakref.WeakValueDictionary[int, Bytes] = weakref.WeakValueDictionary()
-        self._ended: deque[int] = deque()  # starts of extents whose last view was collected
-        self._orphans: dict[int, int] = {}  # start -> size, of viewed extents of no sample
+        self._collected: deque[int] = deque()  # starts of extents whose last view was collected
+        self._orphans: dict[int, int] = {}  # start -> size of viewed extents that no sample owns
         self.restart([])
 
     @property
-    def noted(self) -> int:
-        """A number that is kept with the content: how many samples the store holds."""
+    def sample_count(self) -> int:
+        """The number of samples in the store, kept with the content."""
         return int.from_bytes(self._map[self.size : self.size + 8], "little")
 
-    @noted.setter
-    def noted(self, number: int) -> None:
+    @sample_count.setter
+    def sample_count(self, number: int) -> None:
         self._map[self.size : self.size + 8] = number.to_bytes(8, "little")
 
     @property
@@ -90,7 +91,7 @@ class Arena:
         return sum(map(len, self._viewed.values()))
 
     def reserve(self, nbytes: int) -> Bytes | None:
-        """A writable view, uint8 [nbytes], of a new extent; None if no gap is large enough.
+        """Return a writable view, uint8 [nbytes], of a new extent; None if no gap is large enough.
 
         The extent is free again when the view ends, unless it was retained by then.
         """
@@ -103,11 +104,11 @@ class Arena:
         return self.view(start, nbytes)
 
     def retain(self, start: int) -> None:
-        """A sample owns this reservation now: it outlives its views."""
+        """Give this reservation to a sample: it outlives its views."""
         del self._orphans[start]
 
     def release(self, start: int, size: int) -> None:
-        """An extent belongs to no sample any more: free now, or when its last view ends."""
+        """Take an extent from its sample: it is free now, or when its last view ends."""
         if self.is_viewed(start):
             self._orphans[start] = size
         else:
@@ -119,11 +120,11 @@ class Arena:
         if whole is None:
             whole = np.frombuffer(self._map, np.uint8, aligned(nbytes), start)
             self._viewed[start] = whole
-            weakref.finalize(whole, self._ended.append, start).atexit = False
+            weakref.finalize(whole, self._collected.append, start).atexit = False
         return whole[:nbytes]
 
     def is_viewed(self, start: int) -> bool:
-        """Whether an array or tensor shares this extent's memory."""
+        """Return whether an array or tensor shares this extent's memory."""
         return start in self._viewed
 
     def start_of(self, address: int) -> int:
@@ -131,12 +132,12 @@ class Arena:
         return address - self._address
 
     def restart(self, extents: Sequence[tuple[int, int]]) -> list[int]:
-        """Begin with these (start, size) in use, beside what is viewed.
+        """Begin with these (start, size) in use, besides what is viewed.
 
         Returns:
-            Indices of extents that cannot be: out of bounds, not aligned or overlapping.
+            Indices of impossible extents: out of bounds, not aligned or overlapping.
         """
-        self._ended.clear()
+        self._collected.clear()
         viewed = {start: len(whole) for start, whole in self._viewed.items()}
         self._orphans = dict(viewed)
         used = sorted((start, start + size) for start, size in viewed.items())
@@ -161,7 +162,7 @@ class Arena:
 
     def _collect(self) -> None:
         # Here, under the owner's lock: a view may end in the middle of any other operation.
-        while self._ended:
-            start = self._ended.popleft()
+        while self._collected:
+            start = self._collected.popleft()
             if start in self._orphans and not self.is_viewed(start):
                 self._free.give(start, self._orphans.pop(start))

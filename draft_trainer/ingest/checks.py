@@ -24,7 +24,7 @@ from slipstream.v1 import tensor_pb2
 MAX_ID_CHARACTERS = 256
 PROMPT_BYTES = 16
 LOGPROB_TOLERANCE = 1e-3
-"""log p may exceed 0 by rounding of a float32 log-sum-exp, not by more."""
+"""The most by which log p may exceed 0: the rounding of a float32 log-sum-exp."""
 
 _OVERFLOW = "look for an overflow in the policy's forward pass"
 _DTYPES = {dtype_to_wire(dtype): dtype for dtype in STATE_DTYPES}
@@ -35,7 +35,7 @@ Mask = NDArray[np.bool_]
 
 @dataclass(frozen=True)
 class Expected:
-    """What every sample of this trainer must look like.
+    """The properties that every sample of this trainer must have.
 
     Attributes:
         hidden_size: H of the policy.
@@ -77,7 +77,7 @@ def check_header(header: pb.VerifierStates, expected: Expected) -> Layout:
         raise RefusedError(
             "prompt", f"{len(header.prompt)} bytes", f"{PROMPT_BYTES} or none", "send a hash"
         )
-    # How far the rollout is behind does not matter: its states are of this pass.
+    # The rollout's version may be much older: the states are those of this pass.
     if header.HasField("rollout_policy_version"):
         sampled = header.rollout_policy_version
         if sampled > header.policy_version:
@@ -120,15 +120,15 @@ def check_contents(sample: Sample, expected: Expected) -> None:
         advice = "lay the block out as docs/wire.md says"
         raise RefusedError("packed", "padding that is not zero", "zeros", advice)
     token_ids, positions = sample.token_ids.numpy(), sample.positions.numpy()
-    _in_range(token_ids, "token_ids", expected.vocab_size, "the policy's vocab_size")
+    _check_range(token_ids, "token_ids", expected.vocab_size, "the policy's vocab_size")
     # Any other byte is undefined behaviour in a bool tensor.
     if sample.loss_mask.view(torch.uint8).numpy().max() > 1:
         raise RefusedError(
             "loss_mask", "a byte above 1", "bytes 0 or 1", "send torch.bool, not a bit mask"
         )
-    _in_range(positions, "positions", 1 << 31, "2^31")
+    _check_range(positions, "positions", 1 << 31, "2^31")
     starts = _segment_starts(sample.segment_ids.numpy())
-    _rising(positions, starts)
+    _check_rising(positions, starts)
     steps = np.arange(sample.tokens)
     offsets = steps - np.maximum.accumulate(np.where(starts, steps, 0))
     if not (sample.loss_mask.numpy() & (offsets >= 2)).any():
@@ -152,7 +152,7 @@ def _check_finite(name: str, values: torch.Tensor) -> None:
         raise RefusedError(name, found, "finite values", _OVERFLOW)
 
 
-def _in_range(values: Integers, field: str, bound: int, meaning: str) -> None:
+def _check_range(values: Integers, field: str, bound: int, meaning: str) -> None:
     low, high = int(values.min()), int(values.max())
     if low < 0 or high >= bound:
         raise RefusedError(
@@ -161,19 +161,24 @@ def _in_range(values: Integers, field: str, bound: int, meaning: str) -> None:
 
 
 def _segment_starts(segments: Integers) -> Mask:
-    """True where a segment begins."""
+    """Return True where a segment begins. Raises RefusedError: one is in several runs."""
     starts = np.ones(len(segments), dtype=np.bool_)
     starts[1:] = segments[1:] != segments[:-1]
-    if starts.sum() != len(np.unique(segments)):
+    ids, runs = np.unique(segments[starts], return_counts=True)
+    if runs.max() > 1:
+        twice = int(ids[runs > 1][0])
         raise RefusedError(
-            "segment_ids", "one that comes back", "a sequence side by side", "pack sequences whole"
+            "segment_ids",
+            f"segment {twice} in separate runs",
+            "one contiguous run for each packed sequence",
+            "pack sequences whole",
         )
     return starts
 
 
-def _rising(positions: Integers, starts: Mask) -> None:
+def _check_rising(positions: Integers, starts: Mask) -> None:
     """Refuse positions that do not rise by 1, except where a segment starts."""
-    # They were found to be in range: a difference cannot overflow.
+    # They are in range, so a difference cannot overflow.
     rises = (positions[1:] - positions[:-1] == 1) | starts[1:]
     if not rises.all():
         at = int(np.flatnonzero(~rises)[0]) + 1

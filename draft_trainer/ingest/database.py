@@ -1,8 +1,8 @@
-"""samples.db: its connection, and the recovery of a damaged file.
+"""The connection to samples.db, and the recovery of a damaged file.
 
 WAL without fsync: what was committed survives kill -9, because it is in the page cache. After a
-reboot the folder is discarded (``folder``). A damaged file costs the rows that cannot be read any
-more: the others are copied to a new one.
+reboot the folder is discarded (``folder``). Of a damaged file, the rows that can still be read are
+copied to a new one.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ FORMAT = 1
 
 RESIDENT = "FROM samples WHERE start IS NOT NULL"
 UNTRAINED = "times_drawn = 0 AND NOT held_out"
-# Numbers, whatever a damaged row has there.
+# Cast to numbers, whatever a damaged row has there.
 EXTENT = "CAST(start AS INTEGER), CAST(ifnull(size, 0) AS INTEGER)"
 _SEALED = "policy_version, tokens, held_out, tie, header, start, size"
 _DRAW_ORDER = (
@@ -51,7 +51,7 @@ CREATE TABLE samples (
     key BLOB NOT NULL UNIQUE,
     policy_version INTEGER, tokens INTEGER, held_out INTEGER, tie INTEGER,
     header BLOB, start INTEGER, size INTEGER,  -- NULL once evicted; the key stays for a while
-    seal INTEGER,  -- of the seven columns before it
+    seal INTEGER,  -- checksum of the seven columns before it
     times_drawn INTEGER NOT NULL DEFAULT 0, last_draw INTEGER NOT NULL DEFAULT 0
 );
 CREATE INDEX by_worth ON samples (policy_version, times_drawn DESC, number, held_out, last_draw)
@@ -88,7 +88,7 @@ class Database:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._connection: sqlite3.Connection | None = None
-        self._facts: dict[str, str] = {}  # of meta, by name: a repair keeps them all
+        self._facts: dict[str, str] = {}  # meta's values by name: a repair keeps them all
         self._repairing: str | None = None  # the cause of a repair that did not end
 
     @contextmanager
@@ -97,7 +97,7 @@ class Database:
 
         Raises:
             RefusedError: no space (RESOURCE_EXHAUSTED).
-            DamagedError: anything else that a sound file does not give.
+            DamagedError: any other error that a sound file does not cause.
         """
         try:
             yield
@@ -112,7 +112,7 @@ class Database:
 
     @contextmanager
     def transaction(self) -> Iterator[None]:
-        """All of the body's changes or none; part of the transaction around it, if there is one."""
+        """Make all of the body's changes or none, as part of an enclosing transaction if any."""
         connection = self._connected
         if connection.in_transaction:
             yield
@@ -133,7 +133,7 @@ class Database:
         return self._connected.execute(query, values)
 
     def one(self, query: str, *values: Any) -> Any:
-        """The first column of the first row."""
+        """Return the first column of the first row."""
         return self._connected.execute(query, values).fetchone()[0]
 
     def get(self, name: str, default: Any) -> Any:
@@ -153,10 +153,10 @@ class Database:
         return self.execute(query, *row).rowcount == 1
 
     def next_batch(self, max_epochs: int, max_tokens: int) -> list[tuple[Any, ...]]:
-        """Samples to draw: newest policy version and fewest epochs first.
+        """Find samples to draw: newest policy version and fewest epochs first.
 
         Returns:
-            Number, seal and the sealed columns of each; of more than ``max_tokens`` only one.
+            Number, seal and the sealed columns of each: at most ``max_tokens``, or one sample.
         """
         rows: list[tuple[Any, ...]] = []
         tokens = 0
@@ -170,7 +170,7 @@ class Database:
         return rows
 
     def held_out(self, newest_versions: int) -> list[tuple[Any, ...]]:
-        """Held-out samples of the newest versions that have any, -1: of all; as ``next_batch``."""
+        """Find held-out samples of so many newest versions that have any (-1: all); same rows."""
         return self.execute(
             f"{_READ} AND held_out AND policy_version IN (SELECT DISTINCT policy_version "
             f"{RESIDENT} AND held_out ORDER BY policy_version DESC LIMIT ?) ORDER BY number",
@@ -178,7 +178,7 @@ class Database:
         ).fetchall()
 
     def record_draw(self, draw: int, numbers: Iterable[int]) -> None:
-        """These samples are drawn, together."""
+        """Record that these samples were drawn together."""
         rows = [(draw, number) for number in numbers]
         with self.transaction():
             self._connected.executemany("INSERT INTO draws VALUES (?, ?)", rows)
@@ -187,14 +187,14 @@ class Database:
             self.set("last_draw", draw)
 
     def undo_draws(self, first: int) -> int:
-        """Undo this draw and all later ones. Returns: how many of their samples are gone."""
+        """Undo this draw and all later ones. Returns how many of their samples are gone."""
         gone = self.one(
             "SELECT count(DISTINCT number) FROM draws LEFT JOIN samples USING (number) "
             "WHERE start IS NULL AND draw >= ?",
             first,
         )
         with self.transaction():
-            # Not a count for each sample: together they would read every draw for every sample.
+            # Counted in one query: a subquery per sample would read every draw for every sample.
             self.execute(
                 "UPDATE samples SET times_drawn = times_drawn - undone.times FROM "
                 "(SELECT number, count(*) AS times FROM draws WHERE draw >= ? GROUP BY number) "
@@ -207,10 +207,10 @@ class Database:
     def evict(
         self, max_epochs: int, remembered: int, condition: str, *values: Any
     ) -> list[tuple[int, int, int, int]]:
-        """Mark residents as evicted; of the oldest beyond ``remembered``, keys and draws go too.
+        """Mark residents as evicted, and forget keys and draws of the oldest beyond ``remembered``.
 
         Returns:
-            Of each its start and size, whether it is exhausted, and whether it is untrained.
+            For each, its start and size, whether it is exhausted, and whether it is untrained.
         """
         condition = f"start IS NOT NULL AND {condition}"
         gone = self.execute(
@@ -228,9 +228,9 @@ class Database:
         return gone
 
     def tokens_of_a_version(self) -> int:
-        """Tokens to train on that the richest of the newest three policy versions has brought."""
+        """Return the most tokens to train on that one of the newest three policy versions has."""
         totals = (
-            # Of the newest samples: what a version brings beyond them makes no difference.
+            # Among the newest samples: what a version has beyond them makes no difference.
             "SELECT sum(tokens) AS total FROM samples WHERE held_out = 0 AND tokens > 0 "
             "AND number > (SELECT max(number) FROM samples) - 4096 "
             "GROUP BY policy_version ORDER BY policy_version DESC LIMIT 3"
@@ -241,7 +241,7 @@ class Database:
         """Open the file, or create it. Idempotent. Raises DatabaseError where it is damaged."""
         if self._connection is not None:
             return
-        # SQLite's own mode would let others read it in a folder that they may enter.
+        # SQLite would create it with a mode that lets others read it in a folder they may enter.
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
         os.close(os.open(self.path, flags, 0o600))
         connection = sqlite3.connect(self.path, isolation_level=None, check_same_thread=False)
@@ -269,16 +269,16 @@ class Database:
         self._connection = connection
 
     def repair(self, cause: str) -> None:
-        """Copy the rows that can be read to a new file, and go on with that.
+        """Copy the rows that can be read to a new file, and continue with that.
 
-        Where it raises, the file is as damaged as before, for another try with the same cause.
+        If it raises, the file is as damaged as before, and the repair can be tried again.
         """
         self.close()
         self._repairing = cause
         rebuilt = self.path.with_name(f"{FILE}-rebuilt")
         try:
             self._copy_to(rebuilt)
-            # A log of the damaged file would be applied to the new one.
+            # Otherwise the damaged file's log would be applied to the new one.
             _unlink(self.path, but=self.path)
             rebuilt.replace(self.path)
         finally:
@@ -301,13 +301,13 @@ class Database:
                     target.execute(f"INSERT OR IGNORE INTO {table} VALUES ({marks})", row)
             for name, text in self._facts.items():
                 target.execute(_SET, (name, text, seal_of(name, text)))
-            # New samples get the numbers of lost ones, and were not drawn.
+            # New samples reuse the numbers of lost ones, and were not drawn.
             target.execute("DELETE FROM draws WHERE number NOT IN (SELECT number FROM samples)")
             target.execute(f"PRAGMA user_version={FORMAT}")
             target.execute("COMMIT")
 
     def close(self) -> None:
-        """Leave one file. Idempotent."""
+        """Close the connection, which leaves one file. Idempotent."""
         if self._connection is not None:
             with suppress(sqlite3.Error):
                 self._connection.close()
@@ -329,19 +329,19 @@ class Database:
 
 
 def _is_damage(error: sqlite3.DatabaseError) -> bool:
-    """Whether the file is at fault, and not the space for it."""
+    """Return whether the file is at fault, and not the space for it."""
     code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT)
     return code & 0xFF not in _NO_SPACE or code in _UNREADABLE
 
 
 def _readable(database: sqlite3.Connection, table: str) -> Iterator[tuple[Any, ...]]:
-    """Rows of a damaged table, from wherever the next one can be read."""
+    """Yield the rows of a damaged table, skipping to the next one that can be read."""
     query = f"SELECT rowid, * FROM {table} NOT INDEXED WHERE rowid > ? ORDER BY rowid"
     after, misses, most = -1, 0, _MOST_MISSES
     try:
         last = database.execute(f"SELECT max(rowid) FROM {table} NOT INDEXED").fetchone()[0] or 0
     except sqlite3.DatabaseError as error:
-        # Rows for which there is no space now are there later: a copy without them loses them.
+        # Rows that lack of space hides now can be read later: a copy without them would lose them.
         if not _is_damage(error):
             raise
         last, most = 1 << 62, most // 64
@@ -368,26 +368,26 @@ def _unlink(path: Path, but: Path | None = None) -> None:
 
 
 def key_of(run_id: str, sample_id: str) -> bytes:
-    """By which a sample of a run is recognised: 16 bytes."""
-    # The length keeps ("a", "bc") and ("ab", "c") apart.
+    """Return the 16 bytes by which a sample of a run is recognised."""
+    # The length distinguishes ("a", "bc") from ("ab", "c").
     text = f"{len(run_id)}:{run_id}{sample_id}"
     return hashlib.blake2b(text.encode(), digest_size=16).digest()
 
 
 def tie_of(seed: int, sample_id: str) -> int:
-    """Decides between samples that are equally good to draw, see ``_DRAW_ORDER``."""
+    """Return the number that orders samples which are equally good to draw (``_DRAW_ORDER``)."""
     digest = hashlib.blake2b(f"{seed}:{sample_id}".encode(), digest_size=4).digest()
     return int.from_bytes(digest, "big") >> (32 - _TIE_BITS)
 
 
 def seal_of(*columns: object) -> int:
-    """A checksum of what a row says. A sample's block has its own, in the header."""
-    # SQLite's integers have a sign.
+    """Return a checksum of a row's columns. A sample's block has its own, in the header."""
+    # SQLite's integers are signed.
     return xxh3_64_intdigest(repr(columns).encode()) - (1 << 63)
 
 
 class Repairable(Protocol):
-    """What keeps a database under a lock, and can go on with what a repair leaves of it."""
+    """An owner of a database under a lock that can continue with what a repair leaves of it."""
 
     folder: Path
     _lock: threading.RLock
@@ -404,9 +404,9 @@ S = TypeVar("S", bound=Repairable)
 def repairing(
     method: Callable[Concatenate[S, P], R],
 ) -> Callable[Concatenate[S, P], R]:
-    """Call under the lock; once more after the repair of a damaged database.
+    """Call a method under the lock, and once more after repairing a damaged database.
 
-    A method changes what is in memory only after its last transaction, so it can be repeated.
+    Methods change what is in memory only after their last transaction, so they can be repeated.
     """
 
     @functools.wraps(method)

@@ -53,11 +53,12 @@ class SampleFolder:
         self._marker = self.path / MARKER
         try:
             self._claim()
-            self._lock = self._locked()
+            self._lock_file = self._lock_marker()
             try:
-                self._adopt({"format": FORMAT, "registry": _identity(registry), "boot": _boot()})
+                registry_id, boot_id = _registry_id(registry), _boot_id()
+                self._adopt({"format": FORMAT, "registry": registry_id, "boot": boot_id})
             except BaseException:
-                unlock_file(self._lock)
+                unlock_file(self._lock_file)
                 raise
         except OSError as error:
             found = f"{error.filename or self.path} ({error.strerror})"
@@ -68,7 +69,7 @@ class SampleFolder:
         logger.info("samples are kept in %s", self.path)
 
     def close(self, keep: bool) -> None:
-        """Release the folder, with what is in it; or remove what is ours in it.
+        """Unlock the folder, after removing the trainer's files in it unless they are kept.
 
         Args:
             keep: whether there is a run to continue.
@@ -78,7 +79,7 @@ class SampleFolder:
             self._marker.unlink(missing_ok=True)
             with suppress(OSError):
                 self.path.rmdir()
-        unlock_file(self._lock)
+        unlock_file(self._lock_file)
 
     def _claim(self) -> None:
         """Make the folder, or refuse one that is there and cannot be ours."""
@@ -90,20 +91,19 @@ class SampleFolder:
         if not stat.S_ISDIR(found.st_mode):
             raise NotADirectoryError(20, "Not a directory", str(self.path))
         if found.st_uid != os.geteuid():
-            # Who made it could read, and write, the samples.
+            # Its owner could read and write the samples.
             raise PermissionError(1, "the folder of another user", str(self.path))
         names = {path.name for path in self.path.iterdir()}
         if names and MARKER not in names:
             raise self._refused(
-                f"{len(names)} files of something else ({', '.join(sorted(names)[:3])}) and no "
-                f"{MARKER}",
+                f"{len(names)} other files ({', '.join(sorted(names)[:3])}) and no {MARKER}",
                 "set replay.directory to a folder of its own; nothing was removed",
             )
 
     def _adopt(self, owner: dict[str, object]) -> None:
         text = self._marker.read_text()
         if not text:
-            # It was just made, by this process or by one that was killed then.
+            # It was just created, by this process or by one that was killed right after.
             others = [path.name for path in self.path.iterdir() if path != self._marker]
             if others:
                 raise self._refused(f"an empty {MARKER} beside {others[0]}", self._advice)
@@ -120,19 +120,19 @@ class SampleFolder:
             raise self._refused("the samples of another registry", self._advice)
         if known["boot"] != owner["boot"]:
             logger.warning(
-                "%s is of another machine, or from before this one's last boot: its samples are "
-                "removed",
+                "%s comes from another machine, or from before this one's last boot: its samples "
+                "are removed",
                 self.path,
             )
             self._clear()
             self._mark(owner)
 
     def _mark(self, owner: dict[str, object]) -> None:
-        """Say on disk whose the folder is: samples beside no such file would be refused."""
+        """Write the owner to the marker file: a folder of samples without one is refused."""
         text = json.dumps(owner).encode()
         # In place, because the lock is on this file; and never empty in between.
-        os.pwrite(self._lock, text, 0)
-        os.ftruncate(self._lock, len(text))
+        os.pwrite(self._lock_file, text, 0)
+        os.ftruncate(self._lock_file, len(text))
         fsync(self._marker)
         fsync(self.path)
 
@@ -149,13 +149,14 @@ class SampleFolder:
             StatusCode.FAILED_PRECONDITION,
         )
 
-    def _locked(self) -> int:
-        refused = self._refused("another draft-trainer uses it", "stop that one, or set another")
+    def _lock_marker(self) -> int:
+        advice = "stop that one, or set another replay.directory"
+        refused = self._refused("a folder that another draft-trainer uses", advice)
         try:
             descriptor = lock_file(self._marker)
         except BlockingIOError as error:
             raise refused from error
-        # A trainer that ended meanwhile removed what was locked here.
+        # A trainer that ended meanwhile removed the file that was locked here.
         if os.fstat(descriptor).st_nlink == 0:
             os.close(descriptor)
             raise refused
@@ -173,8 +174,8 @@ class SampleFolder:
             matrices.rmdir()
 
 
-def _identity(registry: Path) -> str:
-    """What tells this registry from another that was at the same path, or uses the same folder."""
+def _registry_id(registry: Path) -> str:
+    """Return the id that distinguishes this registry from any other, before at its path or not."""
     path = registry / _IDENTITY
     if path.exists():
         try:
@@ -187,5 +188,5 @@ def _identity(registry: Path) -> str:
     return found
 
 
-def _boot() -> str:
+def _boot_id() -> str:
     return _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else ""

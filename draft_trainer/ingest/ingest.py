@@ -36,16 +36,16 @@ from slipstream.tensors import Bytes, checksum_of
 from slipstream.v1 import draft_trainer_pb2 as pb
 
 _LEAST_CREDIT = 1 << 16
-# The most that is observed of a teacher; what is accepted is about 1.
+# The largest mass that the histogram is given; those of accepted samples are about 1.
 _LARGEST_MASS = 10.0
 
 
 @dataclass(frozen=True)
 class Memories:
-    """What the spans of one request may point into.
+    """The memory that the spans of one request may point into.
 
     Attributes:
-        payload: the request's, uint8 [n], in pieces one after the other.
+        payload: the request's, uint8 [n], in consecutive pieces.
         file: the stream's file of shared memory, if it has one.
     """
 
@@ -53,7 +53,7 @@ class Memories:
     file: SharedFile | None = None
 
     def read(self, span: pb.Span, block: Bytes) -> None:
-        """Fill ``block``, uint8 [span.bytes]. Raises RefusedError: outside, or a file cut short."""
+        """Fill ``block``, uint8 [span.bytes]. Raises RefusedError: out of bounds or cut short."""
         if span.memory == pb.MEMORY_FILE:
             if self.file is None:
                 raise RefusedError(
@@ -86,13 +86,14 @@ class Ingest:
         store: keeps them.
         counters: counts them.
         teacher: checks the teacher of every sample.
-        arrived: set whenever there may be something new to train on.
+        arrived: set whenever there may be new samples to train on.
         directory: where clients' files of shared memory are; None: every block comes inline.
         on_accepted: told of every sample that was accepted, for a recording.
-        wanted: tokens of a policy version, which clients are told with every answer; 0: no bound.
+        wanted: tokens wanted of each policy version, which every answer tells the clients; 0: no
+            bound.
 
     Attributes:
-        streams: open streams by transport; of the server's event loop.
+        streams: open streams by transport; used on the server's event loop.
     """
 
     def __init__(
@@ -118,20 +119,24 @@ class Ingest:
         self.streams = {"grpc": 0, "shared_memory": 0}
 
     def wanted_tokens(self) -> int:
-        """Of a policy version; 0: no bound. As long as the longest sample so far: a client that
-        could not send one of them would send none, and would never be told of another bound."""
+        """Return the tokens wanted of each policy version; 0: no bound.
+
+        They are at least those of the longest sample so far: a client that could not send a single
+        one would send nothing, and would never hear of another bound.
+        """
         wanted = self._wanted()
         return max(wanted, self._longest) if wanted else 0
 
     def credit_bytes(self, most: int) -> int:
-        """What a stream may have in flight: ``most``, or less where the store is small.
+        """Return the bytes a stream may have in flight: ``most``, or less if the store is small.
 
-        Enough for a sample even where the store has no extent for one: it is refused by name then.
+        They suffice for a sample even if the store has no extent for one, which is then refused by
+        name.
         """
         return min(most, max(self._store.credit_bytes(), _LEAST_CREDIT))
 
     def open_file(self, header: pb.StreamHeader) -> tuple[SharedFile | None, str]:
-        """The client's file of a stream, for ``Memories``; or None, and why blocks come inline.
+        """Open the client's file of a stream, or return None and why blocks come inline.
 
         The reason is the text of ``Credit.inline_because``, empty where the client named no file.
         """
@@ -148,26 +153,26 @@ class Ingest:
         return file, ""
 
     def take(self, run: Run, samples: Sequence[tuple[pb.VerifierStates, Memories]]) -> list[pb.Ack]:
-        """Answer samples of one stream, in their order; accepted ones are recorded before that.
+        """Answer samples of one stream in their order, after recording those that are accepted.
 
         Blocks on reading, checksums and the store's transaction: call it in an executor. A bad
-        sample is refused in its own answer and costs the others nothing.
+        sample is refused in its own answer and does not affect the others.
 
         Args:
-            run: of the stream's session.
-            samples: headers, each with what its span may point into.
+            run: the run of the stream's session.
+            samples: headers, each with the memory that its span may point into.
         """
         try:
-            return self._take(run, samples)
+            return self._answer(run, samples)
         except BaseException as error:
-            # Who keeps the error keeps its frames, and what they view is not free in the store.
+            # Whoever keeps the error keeps its frames, and what they view cannot be freed.
             kept: BaseException | None = error
             while kept is not None:
                 traceback.clear_frames(kept.__traceback__)
                 kept = kept.__context__
             raise
 
-    def _take(
+    def _answer(
         self, run: Run, samples: Sequence[tuple[pb.VerifierStates, Memories]]
     ) -> list[pb.Ack]:
         acks = [pb.Ack(sample_id=header.sample_id[: 1 << 10]) for header, _ in samples]
@@ -185,14 +190,14 @@ class Ingest:
                 read.append((ack, sample))
             except RefusedError as error:
                 self._refuse(ack, error)
-        if taken := self._taught(run, read):
+        if taken := self._check_teachers(run, read):
             self._accept(run, taken)
         return acks
 
-    def _taught(
+    def _check_teachers(
         self, run: Run, read: Sequence[tuple[pb.Ack, Sample]]
     ) -> list[tuple[pb.Ack, Sample]]:
-        """Those whose teacher is a distribution; the others are refused."""
+        """Return the samples whose teacher is a distribution; refuse the others."""
         alike = defaultdict(list)
         for ack, sample in read:
             alike[sample.policy_version, sample.layout.dtype, sample.logits_dtype].append(
@@ -210,7 +215,7 @@ class Ingest:
             masses = self.counters.teacher_mass.labels(label)
             checked = self._teacher.check([sample for _, sample in group], head)
             for (ack, sample), found in zip(group, checked, strict=True):
-                # One that is not finite would make the sum useless until the next start.
+                # A NaN would make the histogram's sum useless until the next start.
                 if not math.isnan(found.mass):
                     masses.observe(min(found.mass, _LARGEST_MASS))
                 if found.refusal is not None:
@@ -220,7 +225,7 @@ class Ingest:
         return taken
 
     def _read(self, header: pb.VerifierStates, memories: Memories, layout: Layout) -> Sample:
-        """The sample in the store's memory, checked. Raises RefusedError: what is wrong with it."""
+        """Read a sample into the store's memory and check it. Raises RefusedError if it is bad."""
         packed = header.packed
         kept = pb.VerifierStates()
         kept.CopyFrom(header)
@@ -267,7 +272,7 @@ class Ingest:
         ack.status = pb.ACK_STATUS_REFUSED
         ack.refusal.CopyFrom(error.to_proto())
         # A bounded set of labels: the first word is a field of VerifierStates, "teacher", "run_id",
-        # or what was full or gone: "sample", "replay", "shared_memory".
+        # or the resource that was full or gone: "sample", "replay", "shared_memory".
         self.counters.refused(error.field.partition(".")[0])
 
 

@@ -23,7 +23,7 @@ LM_HEAD_BIAS = "lm_head.bias"
 
 POLICIES = "policies"
 OURS = re.compile(rf"[0-9a-f]{{64}}\.(safetensors|part)|{SAFETENSORS_PART}")
-"""Names of the files in that folder which a trainer writes, and removes."""
+"""The names of the files in that folder that a trainer writes and removes."""
 
 _NAME = "matrix"
 _SUFFIX = ".safetensors"
@@ -32,7 +32,7 @@ _SUFFIX = ".safetensors"
 def checked_specs(
     specs: Sequence[tensor_pb2.TensorSpec], draft: DraftShape, bias: bool
 ) -> dict[str, tensor_pb2.TensorSpec]:
-    """The specs by name, in the order of ``PolicyHead.tensors``.
+    """Check the specs and return them by name, in the order of ``PolicyHead.tensors``.
 
     Raises:
         RefusedError: other names, shapes or dtypes.
@@ -43,7 +43,7 @@ def checked_specs(
     }
     if bias:
         shapes[LM_HEAD_BIAS] = [draft.draft_vocab_size]
-    # Not all of them: a header of a few megabytes has millions.
+    # Not all of them: a header of a few megabytes can have millions.
     names = [spec.name for spec in specs[:8]]
     if sorted(names) != sorted(shapes):
         advice = "announce each of these tensors once (lm_head.bias where OpenRun said so)"
@@ -66,12 +66,12 @@ def receive_matrices(
     chunks: Iterable[tensor_pb2.TensorChunk],
     held: Callable[[bytes], torch.Tensor | None],
 ) -> dict[str, torch.Tensor]:
-    """The tensors: those that are held by their hash, the others from chunks.
+    """Return the tensors: those that are held by their hash, the others from chunks.
 
     Args:
         specs: from ``checked_specs``.
-        chunks: of the tensors that may not be held.
-        held: gives the tensor of a SHA-256, or None.
+        chunks: chunks of the tensors that the trainer may not hold.
+        held: returns the tensor of a SHA-256, or None.
 
     Raises:
         RefusedError: a tensor that is neither sent nor held (FAILED_PRECONDITION), another hash
@@ -108,10 +108,10 @@ def receive_matrices(
 
 
 class MatrixFiles:
-    """One safetensors file per matrix, named by its SHA-256. What the page cache has is enough.
+    """One safetensors file per matrix, named by its SHA-256 and not fsynced.
 
     Args:
-        folder: its own; made if it is missing.
+        folder: a folder of its own; made if it is missing.
 
     Raises:
         RefusedError: the folder cannot be made, or is a link (RESOURCE_EXHAUSTED).
@@ -128,10 +128,10 @@ class MatrixFiles:
             raise self._refused(folder, error, "a folder for policy matrices") from error
 
     def keep(self, matrix: torch.Tensor, sha256: bytes) -> torch.Tensor:
-        """Write a matrix unless it is there.
+        """Write a matrix unless its file exists.
 
         Returns:
-            The same, mapped from the file, so that it is in memory once.
+            The same matrix, mapped from the file, so that it is in memory once.
 
         Raises:
             RefusedError: no space (RESOURCE_EXHAUSTED).
@@ -149,7 +149,7 @@ class MatrixFiles:
             raise self._refused(path, error, expected) from error
 
     def read(self, name: str) -> torch.Tensor:
-        """The matrix whose SHA-256 is ``name``, in hexadecimal digits; its content is checked.
+        """Read and check the matrix whose SHA-256 is ``name``, in hexadecimal digits.
 
         Raises:
             RefusedError: it is missing or damaged (DATA_LOSS).
@@ -167,7 +167,7 @@ class MatrixFiles:
         return matrix
 
     def keep_only(self, names: Set[str]) -> None:
-        """Remove all other matrices. Those that are mapped stay valid."""
+        """Remove all other matrices. Mapped ones stay valid."""
         self._remove(lambda path: path.suffix == _SUFFIX and path.stem not in names)
 
     def _remove(self, unwanted: Callable[[Path], bool]) -> None:

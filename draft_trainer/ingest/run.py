@@ -42,14 +42,14 @@ logger = logging.getLogger(__name__)
 MAX_SESSIONS = 256
 MAX_RUN_ID_CHARACTERS = 256
 
-# SQLite's integers.
+# The largest of SQLite's integers.
 _MOST_VERSION = (1 << 63) - 1
 
 
 def policy_of(spec: pb.PolicySpec) -> pb.PolicySpec:
-    """What of a policy must not change within a run: all but its name, a scale of 0 as 1.
+    """Return what must not change within a run: all but the policy's name, a scale of 0 as 1.
 
-    Raises RefusedError: a scale or a cap that is none.
+    Raises RefusedError: the scale or the cap is negative or not finite.
     """
     for name in ("logit_scale", "logit_soft_cap"):
         value = getattr(spec, name)
@@ -64,8 +64,8 @@ def policy_of(spec: pb.PolicySpec) -> pb.PolicySpec:
     return policy
 
 
-def _facts(policy: pb.PolicySpec) -> dict[str, Any]:
-    """A policy as the store keeps it and refusals show it."""
+def _policy_fields(policy: pb.PolicySpec) -> dict[str, Any]:
+    """Return a policy's fields as the store keeps them and refusals show them."""
     return json_format.MessageToDict(policy, preserving_proto_field_name=True)
 
 
@@ -74,14 +74,15 @@ class Run:
 
     Args:
         run_id: the client's.
-        policy: as ``policy_of`` has it.
+        policy: from ``policy_of``.
         store: holds its samples and policy versions, maybe from before a restart.
-        max_policy_lag: samples of versions older than the newest by more are refused.
+        max_policy_lag: samples older than the newest version by more are refused.
 
     Attributes:
         began: monotonic time at which this process began or continued it.
-        first_policy_version: which a draft of no or another run counts as trained on; None before.
-            A run that continues another one's checkpoint need not count from 0.
+        first_policy_version: the version that a draft of no or another run counts as trained on;
+            None before the first. A run that continues another one's checkpoint need not count
+            from 0.
     """
 
     def __init__(
@@ -93,12 +94,13 @@ class Run:
         self.began = time.monotonic()
         self.heads = PolicyHeads(max_policy_lag + 1)
         self._max_policy_lag = max_policy_lag
-        self._registering = threading.Lock()
+        self._versions_lock = threading.Lock()
         self._matrices = MatrixFiles(store.folder / POLICIES)
         self.first_policy_version = store.first_policy()
         if known := store.policies():
-            # Stale, not damaged: versions beyond a lag that was lowered since, and samples of
-            # forgotten versions that waited, drawn, for a saved state when a kill undid the draws.
+            # Dropped as stale, not as damaged: versions beyond a lag that was lowered since, and
+            # samples of forgotten versions that were kept because they were drawn and not yet in a
+            # saved state, when a kill undid the draws.
             oldest = known[-1][0] - max_policy_lag
             known = [(version, names) for version, names in known if version >= oldest]
             store.keep_versions(run_id, [version for version, _ in known])
@@ -125,7 +127,7 @@ class Run:
         header: pb.AnnouncePolicyHeader,
         chunks: Iterable[tensor_pb2.TensorChunk],
     ) -> None:
-        """Make a policy version known; nothing of it is known if anything is wrong.
+        """Register a policy version, or nothing of it if anything is wrong.
 
         A known version may be registered again with the same content, which changes nothing: a
         retry after a lost answer, or another rank of the same policy, maybe a version late.
@@ -133,7 +135,7 @@ class Run:
         Args:
             draft: the matrices must fit it.
             header: the version, and the specs of its tensors.
-            chunks: of tensors that may not be held, see ``receive_matrices``.
+            chunks: chunks of tensors that may not be held, see ``receive_matrices``.
 
         Raises:
             RefusedError: wrong tensors, or a version that is not new (FAILED_PRECONDITION).
@@ -144,14 +146,14 @@ class Run:
                 "policy_version", version, f"at most {_MOST_VERSION}", "count up from 0"
             )
         if not header.tensors:
-            # Of a process that does not lead: another one announces.
+            # From a process that does not lead: the leader announces.
             if version in self.heads.versions:
                 return
             self.heads.check_newer(version)
             raise RefusedError(
                 "lead",
                 f"policy version {version}, which no process has announced",
-                "one that the process which leads has announced",
+                "one that the leading process has announced",
                 "ask again later",
                 StatusCode.FAILED_PRECONDITION,
             )
@@ -170,16 +172,16 @@ class Run:
                 raise
 
     def add_policy(self, head: PolicyHead) -> None:
-        """Make a version known for good, and drop the samples of those that became too old.
+        """Register a version durably, and drop the samples of versions that became too old.
 
         Raises:
             RefusedError: not higher than every version before, or the run is not the current one
                 (FAILED_PRECONDITION), or no space for it (RESOURCE_EXHAUSTED).
         """
-        with self._registering:
+        with self._versions_lock:
             digests = tuple(map(digest, head.tensors))
             self.heads.check_newer(head.policy_version)
-            # Kept first: a sample of it that is acknowledged can be trained on after a kill.
+            # Written first, so that an acknowledged sample of it can be trained on after a kill.
             kept = [self._matrices.keep(*pair) for pair in zip(head.tensors, digests, strict=True)]
             names = [each.hex() for each in digests]
             self.store.put_policy(self.run_id, head.policy_version, names)
@@ -194,9 +196,9 @@ class Run:
         return self.store.draw(self.run_id, max_tokens)
 
     def put_back(self, drawn: Drawn) -> None:
-        """Undo a draw, but for the samples whose policy version was forgotten since."""
+        """Undo a draw, except for samples whose policy version was forgotten since."""
         self.store.put_back(drawn)
-        with self._registering:
+        with self._versions_lock:
             self._forget_old()
 
     def held_out(self, newest_versions: int | None = None) -> list[Sample]:
@@ -243,8 +245,8 @@ class Runs:
         draft: the draft head's configuration; a policy must fit it.
         store: keeps the run's samples; a run that it knows is current from the start.
         max_policy_lag: see ``Run``.
-        max_sessions: beyond, the one that was used longest ago is forgotten; never one whose stream
-            is open.
+        max_sessions: beyond it, the least recently used session without an open stream is
+            forgotten.
 
     Raises:
         RefusedError: what the store holds of a run cannot be read.
@@ -260,13 +262,13 @@ class Runs:
         self._draft = draft
         self._store = store
         self._max_policy_lag = max_policy_lag
-        # Held while a run begins, which may take long. ``_lock`` never is: the server's event loop
-        # waits for it.
-        self._opening = threading.Lock()
+        # Held while a run begins, which may take long.
+        self._begin_lock = threading.Lock()
+        # Guards sessions and streams. Never held for long: the server's event loop waits for it.
         self._lock = threading.Lock()
         self._sessions: OrderedDict[str, Session] = OrderedDict()
         self._max_sessions = max_sessions
-        self._streaming: Counter[str] = Counter()
+        self._open_streams: Counter[str] = Counter()
         found = store.run
         self._run: Run | None = None
         if found is not None:
@@ -280,7 +282,7 @@ class Runs:
 
     @property
     def sessions(self) -> int:
-        """Open sessions."""
+        """The number of open sessions."""
         with self._lock:
             return len(self._sessions)
 
@@ -298,52 +300,53 @@ class Runs:
             )
         policy = policy_of(request.policy)
         check_fit(policy, self._draft)
-        with self._opening:
+        with self._begin_lock:
             run = self._run
             if run is None or run.run_id != request.run_id:
                 run = self._begin(request.run_id, policy)
             elif run.policy != policy:
-                expected = f"{_facts(run.policy)}, run {run.run_id!r}'s"
-                raise RefusedError("policy", _facts(policy), expected, "open another run id")
+                expected = f"{_policy_fields(run.policy)}, run {run.run_id!r}'s"
+                next_step = "open another run id"
+                raise RefusedError("policy", _policy_fields(policy), expected, next_step)
             session = Session(uuid.uuid4().hex, run, request.client)
             with self._lock:
                 self._sessions[session.session_id] = session
-                # Not the oldest first: a flood of new ones would end those that feed the run.
-                idle = (each for each in self._sessions if not self._streaming[each])
+                # Only idle ones: a flood of new sessions must not end those that feed the run.
+                idle = (each for each in self._sessions if not self._open_streams[each])
                 for each in list(islice(idle, max(len(self._sessions) - self._max_sessions, 0))):
                     del self._sessions[each]
             return session
 
     def session(self, session_id: str) -> Session:
-        """The session of an id. Raises RefusedError (FAILED_PRECONDITION) if it is not open."""
+        """Return an open session. Raises RefusedError (FAILED_PRECONDITION) if it is not open."""
         with self._lock:
-            return self._found(session_id)
+            return self._look_up(session_id)
 
     @contextmanager
     def stream(self, session_id: str, limit: int) -> Iterator[Session]:
-        """As ``session``, for as long as a stream of its samples is open.
+        """Return an open session and count it as streaming within a ``with`` block.
 
         Raises:
             RefusedError: unknown session, or ``limit`` streams are open (RESOURCE_EXHAUSTED).
         """
-        # At once: between a look-up and the count, another run could begin.
+        # Looked up and counted under one lock: in between, another run could begin.
         with self._lock:
-            session = self._found(session_id)
-            streams = self._streaming.total()
+            session = self._look_up(session_id)
+            streams = self._open_streams.total()
             if streams >= limit:
                 found, expected = f"{streams} open streams", f"at most {limit} (server.max_streams)"
                 advice = "send from fewer processes, or raise server.max_streams"
                 code = StatusCode.RESOURCE_EXHAUSTED
                 raise RefusedError("StreamStates", found, expected, advice, code)
-            self._streaming[session_id] += 1
+            self._open_streams[session_id] += 1
         try:
             yield session
         finally:
             with self._lock:
-                self._streaming[session_id] -= 1
-                self._streaming = +self._streaming
+                self._open_streams[session_id] -= 1
+                self._open_streams = +self._open_streams
 
-    def _found(self, session_id: str) -> Session:
+    def _look_up(self, session_id: str) -> Session:
         if session_id not in self._sessions:
             expected = "the id that OpenRun answered, of the current run"
             advice = "call OpenRun again: the trainer restarted or another run began"
@@ -354,7 +357,7 @@ class Runs:
 
     def _begin(self, run_id: str, policy: pb.PolicySpec) -> Run:
         with self._lock:
-            streams = self._streaming.total()
+            streams = self._open_streams.total()
             if self._run is not None and streams:
                 expected = f"{self._run.run_id!r}, which {streams} stream(s) feed now"
                 advice = (
@@ -363,10 +366,10 @@ class Runs:
                 )
                 code = StatusCode.FAILED_PRECONDITION
                 raise RefusedError("run_id", run_id, expected, advice, code)
-            # No stream of the run before opens any more.
+            # From here on the previous run's streams cannot be opened.
             self._sessions.clear()
-        self._store.begin(run_id, _facts(policy))
-        # The store holds it no more, also where the new one cannot be made.
+        self._store.begin(run_id, _policy_fields(policy))
+        # The store has dropped the previous run, even if the new one cannot be made.
         self._run = None
         self._run = Run(run_id, policy, self._store, self._max_policy_lag)
         return self._run

@@ -45,7 +45,8 @@ ARENA = "arena"
 _AMONG = "number IN (SELECT value FROM json_each(?))"
 
 ENOUGH_HELD_OUT = 32
-"""Prompts of the newest two policy versions: with more, fewer are held out from then on."""
+"""The held-out prompts that suffice, of the newest two policy versions: with more, fewer prompts
+are held out from then on."""
 
 
 class Drawn(NamedTuple):
@@ -58,7 +59,7 @@ class Drawn(NamedTuple):
 
 @dataclass(frozen=True)
 class StoreCounts:
-    """What the store holds now.
+    """The numbers of samples and bytes that the store holds now.
 
     Attributes:
         pending: samples to train on that were never drawn.
@@ -84,11 +85,11 @@ class SampleStore:
     Args:
         folder: owned by this process (``SampleFolder``).
         config: [replay].
-        seed: of the order of samples that are equally good to draw.
+        seed: decides the order of samples that are equally good to draw.
         on_evicted: called with a reason and a number of samples: ``capacity`` (for space,
             untrained), ``stale`` (policy version too old, untrained), ``unsaved`` (for space,
-            trained but not in a saved state), ``undone`` (of such, draws that a restart undid),
-            ``damaged`` (their bytes or their rows are not what was accepted).
+            trained but not in a saved state), ``undone`` (draws of such samples that a restart
+            undid), ``damaged`` (their bytes or their rows are not what was accepted).
 
     Attributes:
         draws: number of the last draw over the life of the index.
@@ -122,7 +123,7 @@ class SampleStore:
 
     @repairing
     def reserve(self, nbytes: int) -> Bytes:
-        """A buffer for one block, uint8 [nbytes], 64-byte aligned; others are evicted for it.
+        """Return a buffer for one block, uint8 [nbytes], 64-byte aligned; evict others for it.
 
         It is free again when nothing views it any more, unless it was accepted.
 
@@ -135,7 +136,7 @@ class SampleStore:
             block = self._arena.reserve(nbytes)
             if block is not None:
                 return block
-            # More than this one needs: a transaction for each sample costs more than the sample.
+            # Evict more than this one needs: a transaction for each sample would cost more than it.
             if not self._evict_worst(max(size, self.capacity_bytes // 64)):
                 break
         raise RefusedError(
@@ -152,7 +153,7 @@ class SampleStore:
         """Record samples in one transaction; what is recorded survives kill -9.
 
         Args:
-            run_id: that they are of.
+            run_id: the run of the samples.
             samples: each with a block that is a whole buffer from ``reserve``, and its checksum in
                 the header.
 
@@ -170,24 +171,24 @@ class SampleStore:
         for (*_, start, _, _), fresh in zip(rows, new, strict=True):
             if fresh:
                 self._arena.retain(start)
-        self._arena.noted += sum(new)
+        self._arena.sample_count += sum(new)
         return new
 
     @repairing
     def seen(self, run_id: str, sample_id: str) -> bool:
-        """Whether a sample was accepted before, maybe evicted since. Raises as ``accept``."""
+        """Return whether a sample was ever accepted, maybe evicted since. Raises as ``accept``."""
         self._check_run(run_id)
         query = "SELECT count(*) FROM samples WHERE key = ?"
         return bool(self._db.one(query, key_of(run_id, sample_id)))
 
     def credit_bytes(self) -> int:
-        """Bytes of samples that may be in flight: all that is not being read or filled."""
+        """Return the bytes of samples that may be in flight: those not being read or filled."""
         with self._lock:
             return self.capacity_bytes - self._arena.pinned
 
     @repairing
     def draw(self, run_id: str, max_tokens: int) -> Drawn:
-        """The next batch, recorded as drawn: newest policy version and fewest epochs first.
+        """Draw the next batch and record it: newest policy version and fewest epochs first.
 
         Args:
             run_id: the batch is empty where this is not the current run.
@@ -199,7 +200,7 @@ class SampleStore:
         epochs = self._config.max_epochs
         while run_id == self._run_id and (rows := self._db.next_batch(epochs, max_tokens)):
             samples = self._read(rows)
-            # Without those that were found damaged, as if they had never been there.
+            # Try again without damaged samples, as if they had never been there.
             if len(samples) == len(rows):
                 self._db.record_draw(self.draws + 1, [row[0] for row in rows])
                 self.draws += 1
@@ -214,11 +215,11 @@ class SampleStore:
 
     @repairing
     def held_out(self, run_id: str, newest_versions: int | None = None) -> list[Sample]:
-        """Held-out samples in the order of arrival.
+        """Return the held-out samples in the order of arrival.
 
         Args:
             run_id: there are none where this is not the current run.
-            newest_versions: only those of this many newest policy versions that have any.
+            newest_versions: only those of so many newest policy versions that have any.
         """
         if run_id != self._run_id:
             return []
@@ -226,26 +227,26 @@ class SampleStore:
 
     @repairing
     def saved(self, draw: int) -> None:
-        """A training state that contains the draws up to this one is on disk."""
+        """Note that a training state with the draws up to this one is on disk."""
         with self._db.transaction():
             gone = self._evict("times_drawn >= ? AND last_draw <= ?", self._config.max_epochs, draw)
         self._free(gone)
         with self._db.transaction():
             previous = self._db.get("state_draw", 0)
             if previous < draw:
-                # Not this state's own: if it is damaged, the one before it is resumed.
+                # This state's own draws stay: if it is damaged, the previous one is resumed.
                 self._db.execute("DELETE FROM draws WHERE draw <= ?", previous)
             self._db.set("state_draw", draw)
 
     @repairing
     def released(self, version: int) -> None:
-        """A release whose weights contain every draw was written; no older state is resumed."""
+        """Note that a release with every draw was written: no older state is resumed."""
         self._db.set("release", [version, self.draws])
         self.saved(self.draws)
 
     @repairing
     def rewind(self, draw: int | None, release: int) -> None:
-        """At a start: undo every draw that the resumed weights do not contain.
+        """Undo, at a start, every draw that the resumed weights do not contain.
 
         Args:
             draw: number of the last draw in the resumed training state; None where none was
@@ -257,16 +258,16 @@ class SampleStore:
             if draw is None:
                 noted, draw = self._db.get("release", [release, 0])
                 # A newer release than noted: the process was killed between writing and noting it,
-                # and draws nothing in between. An older one: what was noted is damaged, and what it
-                # contains is trained on again as far as it is known.
+                # and draws nothing in between. An older one: the noted release is damaged, and what
+                # it contains is trained on again as far as it is known.
                 draw = int(draw) if noted == release else last if release > noted else 0
                 self._db.set("release", [release, draw])
             elif self._db.get("release", None) is None:
-                # Of the next release it is known then that it is newer than this one. What this one
-                # contains is not: a reboot discarded it.
+                # So the next release is known to be newer than this one. Which draws this one
+                # contains is not known: a reboot discarded that.
                 self._db.set("release", [release, 0])
             gone = self._db.undo_draws(draw + 1)
-            # Numbers go on upwards, also where the state knows of more than this index.
+            # Numbers keep rising, even where the state knows of more draws than this index.
             self._db.set("last_draw", max(last, draw))
         self.draws = max(last, draw)
         self.saved(draw)
@@ -276,16 +277,16 @@ class SampleStore:
 
     @property
     def run(self) -> tuple[str, dict[str, Any]] | None:
-        """Id and facts of the current run; None before the first."""
+        """The id and facts of the current run; None before the first."""
         with self._lock:
             return self._run
 
     @repairing
     def begin(self, run_id: str, facts: dict[str, Any]) -> None:
-        """Start another run: the samples and policy versions of the one before are gone."""
+        """Start another run and drop the samples and policy versions of the previous one."""
         with self._db.transaction():
             gone = self._evict("1")
-            # Ids that are remembered count for no policy version of this run.
+            # Remembered ids must not count for a policy version of this run.
             self._db.execute("UPDATE samples SET tokens = 0")
             self._db.execute("DELETE FROM draws")
             self._db.set("policies", [])
@@ -310,12 +311,12 @@ class SampleStore:
 
     @repairing
     def policies(self) -> list[tuple[int, list[str]]]:
-        """Version and names of the tensors of every policy version, oldest first."""
+        """Return every policy version with the names of its tensors, oldest first."""
         return [(version, names) for version, names in self._db.get("policies", [])]
 
     @repairing
     def first_policy(self) -> int | None:
-        """The run's first policy version, dropped or not (if that is not noted, the oldest)."""
+        """Return the run's first policy version, even if dropped; if unknown, the oldest held."""
         return min([*self._db.get("first_policy", []), *dict(self.policies())], default=None)
 
     @repairing
@@ -323,7 +324,7 @@ class SampleStore:
         """Drop all other policy versions, and their samples that are not exhausted.
 
         Returns:
-            False, and nothing is dropped, where the run is not the current one.
+            False, with nothing dropped, where the run is not the current one.
         """
         if run_id != self._run_id:
             return False
@@ -338,7 +339,7 @@ class SampleStore:
 
     @repairing
     def counts(self) -> StoreCounts:
-        """What is held now."""
+        """Return how much is held now."""
         pending, held_out, unsaved, resident = self._db.execute(
             f"SELECT total({UNTRAINED}), total(held_out), total(times_drawn >= ?), count(*) "
             f"{RESIDENT}",
@@ -348,11 +349,11 @@ class SampleStore:
 
     @repairing
     def tokens_of_a_version(self) -> int:
-        """Tokens to train on that the richest of the newest three policy versions has brought."""
+        """Return the most tokens to train on that one of the newest three policy versions has."""
         return self._db.tokens_of_a_version()
 
     def close(self) -> None:
-        """Leave what a restart needs. Views stay valid. Idempotent."""
+        """Close the index, with all that a restart needs. Views stay valid. Idempotent."""
         with self._lock:
             self._db.close()
 
@@ -383,7 +384,7 @@ class SampleStore:
         self._load()
 
     def _load(self) -> None:
-        """Take over what the index says: at the start, and after a repair."""
+        """Read the state of the run from the index, at the start and after a repair."""
         run = self._db.get("run", None)
         self._run = None if run is None else (run[0], run[1])
         self.draws = int(self._db.get("last_draw", 0))
@@ -397,13 +398,13 @@ class SampleStore:
     def _restart_arena(self) -> None:
         rows = self._db.execute(f"SELECT {EXTENT}, number {RESIDENT}").fetchall()
         impossible = self._arena.restart([(start, size) for start, size, _ in rows])
-        self._arena.noted = len(rows)
+        self._arena.sample_count = len(rows)
         self._evict_damaged([rows[index][2] for index in impossible])
 
     def _repair(self, cause: str) -> None:
         self._db.repair(cause)
         left = self._db.one(f"SELECT count(*) {RESIDENT}")
-        lost = max(self._arena.noted - left, 0)
+        lost = max(self._arena.sample_count - left, 0)
         text = "%s is damaged (%s) and was rebuilt: %d rows are saved, %d are lost"
         logger.error(text, self._db.path, cause, left, lost)
         self._load()
@@ -412,7 +413,7 @@ class SampleStore:
     def _hold_out_less(self) -> float:
         """Give prompts back to training where the newest versions hold out more than is needed.
 
-        Never the other way round: the gate would judge on what was trained on.
+        Never the reverse: the gate would judge on prompts that were trained on.
 
         Returns:
             The share that is held out from now on.
@@ -439,7 +440,7 @@ class SampleStore:
         return fraction
 
     def _read(self, rows: Sequence[tuple[Any, ...]]) -> list[Sample]:
-        """The samples of rows; those that are damaged are dropped instead."""
+        """Return the samples of rows; damaged ones are dropped instead."""
         found, damaged = [], []
         for number, seal, *columns in rows:
             if seal == seal_of(*columns):
@@ -452,7 +453,7 @@ class SampleStore:
             damaged.append(number)
         if damaged:
             self._evict_damaged(damaged)
-            # Their rows may be what is damaged: free what no sound row uses.
+            # Their rows may be damaged, not their bytes: free what no sound row uses.
             self._restart_arena()
         return found
 
@@ -460,13 +461,13 @@ class SampleStore:
         if numbers:
             with self._db.transaction():
                 gone = self._evict(_AMONG, json.dumps(list(numbers)))
-            self._arena.noted -= len(gone)
-            text = "%s: %d samples are damaged and dropped, the first of them are %s"
+            self._arena.sample_count -= len(gone)
+            text = "%s: dropped %d damaged samples; the first numbers are %s"
             logger.error(text, self.folder, len(numbers), list(numbers[:20]))
             self._count("damaged", len(numbers))
 
     def _evict_worst(self, nbytes: int) -> bool:
-        """Evict about this many bytes that nothing views; False where there are none."""
+        """Evict about this many bytes that nothing views; return False where there are none."""
         victims, freed = [], 0
         for condition, order in (
             ("times_drawn >= ?", "last_draw, number"),
@@ -487,16 +488,16 @@ class SampleStore:
         return bool(gone)
 
     def _evict(self, condition: str, *values: Any) -> list[tuple[int, int, int, int]]:
-        """Mark residents as evicted, in the caller's transaction; ``_free`` them after it.
+        """Mark residents as evicted in the caller's transaction; ``_free`` them after it.
 
         Returns:
-            Of each its start and size, whether it is exhausted, and whether it is untrained.
+            For each, its start and size, whether it is exhausted, and whether it is untrained.
         """
         epochs, entries = self._config.max_epochs, self._config.ledger_entries
         return self._db.evict(epochs, entries, condition, *values)
 
     def _free(self, gone: Sequence[tuple[int, int, int, int]]) -> None:
-        self._arena.noted -= len(gone)
+        self._arena.sample_count -= len(gone)
         for start, size, *_ in gone:
             self._arena.release(start, size)
 

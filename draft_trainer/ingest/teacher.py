@@ -27,12 +27,12 @@ from slipstream.errors import RefusedError
 from slipstream.sample import Sample
 
 ROWS = 4
-"""Rows that are checked of a sample. More than half of them must be off for it to be refused: one
-rounding of the sampled logit moves the mass of its row."""
+"""The rows of a sample that are checked. More than half of them must be off for it to be refused:
+one rounding of the sampled logit moves the mass of its row."""
 
 TOLERANCE = 0.02
-"""Of the logarithm of a mass, and of a logit, beside rounding: ``_ROUNDING`` times the largest |y|
-(over T)."""
+"""The tolerance of a mass's logarithm, and of a logit, in addition to rounding: ``_ROUNDING`` times
+the largest |y| (over T)."""
 
 _ROUNDING = {torch.float32: 1e-4, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
 _SLICE = 1 << 13  # rows of lm_head at once
@@ -40,7 +40,7 @@ _SLICE = 1 << 13  # rows of lm_head at once
 
 @dataclass(frozen=True)
 class Mass:
-    """The mass of a sample's teacher, its median over rows, and what is wrong if it is refused."""
+    """The mass of a sample's teacher, the median over its rows, and its refusal, if any."""
 
     mass: float
     refusal: RefusedError | None
@@ -59,16 +59,16 @@ class TeacherCheck:
         self._whole = weakref.WeakKeyDictionary()
 
     def check(self, samples: Sequence[Sample], head: PolicyHead) -> list[Mass]:
-        """The teachers of samples of one policy version.
+        """Check the teachers of samples of one policy version.
 
         Args:
-            samples: with states and logits in the same types, so that one product does.
+            samples: samples whose states and logits have the same types, so that one product does.
             head: their version.
         """
         rows = self.whole_lm_head(head)
         whole = None if rows is None else replace(head, lm_head_rows=rows)
         ids = self._ids if whole is None else torch.arange(len(head.embed_tokens))
-        picked = [torch.from_numpy(_rows(each, ids.numpy())) for each in samples]
+        picked = [torch.from_numpy(_pick_rows(each, ids.numpy())) for each in samples]
         hidden = torch.cat(
             [each.final_hidden[at - 1] for each, at in zip(samples, picked, strict=True)]
         )
@@ -77,21 +77,21 @@ class TeacherCheck:
             [each.temperature for each, n in zip(samples, sizes, strict=True) for _ in range(n)],
             dtype=torch.float32,
         )
-        tokens = _gathered(samples, picked, "token_ids").long()
-        sent = _gathered(samples, picked, "sampled_logits")
-        log_z = sent / temperature - _gathered(samples, picked, "sampled_logprobs")
-        log_mass, found, largest = _summed(
+        tokens = _gather(samples, picked, "token_ids").long()
+        sent = _gather(samples, picked, "sampled_logits")
+        log_z = sent / temperature - _gather(samples, picked, "sampled_logprobs")
+        log_mass, found, largest = _log_sums(
             hidden, whole or head, ids, tokens, samples[0].logits_dtype, temperature
         )
         log_mass -= log_z
         parts = zip(*(x.split(sizes) for x in (log_mass, found, sent, largest)), strict=True)
         return [
-            _judged(each, *part, partial=whole is None)
+            _judge(each, *part, partial=whole is None)
             for each, part in zip(samples, parts, strict=True)
         ]
 
     def whole_lm_head(self, head: PolicyHead) -> Tensor | None:
-        """lm_head rows of every token, [vocab, H]; None where they are not known."""
+        """Return the lm_head rows of every token, [vocab, H]; None where they are not known."""
         if head not in self._whole:
             rows, embeddings = head.lm_head_rows, head.embed_tokens
             whole = rows if len(rows) == len(embeddings) else None
@@ -101,28 +101,28 @@ class TeacherCheck:
         return self._whole[head]
 
 
-def _rows(sample: Sample, ids: NDArray[np.int64]) -> NDArray[np.int64]:
-    """[n <= ROWS]: completion tokens whose logit is known, spread over the sample."""
+def _pick_rows(sample: Sample, ids: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Pick [n <= ROWS] completion tokens with a known logit, spread over the sample."""
     segments, tokens = sample.segment_ids.numpy(), sample.token_ids.numpy()
     valid = sample.loss_mask.numpy() & np.append(False, segments[1:] == segments[:-1])
-    known = valid & _columns(ids, tokens)[1]
+    known = valid & _find(ids, tokens)[1]
     at = np.flatnonzero(known if known.any() else valid)
     return at[np.linspace(0, len(at) - 1, min(ROWS, len(at))).round().astype(np.int64)]
 
 
-def _columns(
+def _find(
     ids: NDArray[np.int64], tokens: NDArray[np.integer]
 ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-    """Where tokens are in ascending ids, and whether they are there."""
+    """Return the tokens' indices in ascending ids, and whether they are there."""
     column = np.searchsorted(ids, tokens).clip(max=len(ids) - 1)
     return column, ids[column] == tokens
 
 
-def _gathered(samples: Sequence[Sample], picked: Sequence[Tensor], name: str) -> Tensor:
+def _gather(samples: Sequence[Sample], picked: Sequence[Tensor], name: str) -> Tensor:
     return torch.cat([getattr(each, name)[at] for each, at in zip(samples, picked, strict=True)])
 
 
-def _summed(
+def _log_sums(
     hidden: Tensor,
     head: PolicyHead,
     ids: Tensor,
@@ -130,12 +130,12 @@ def _summed(
     dtype: torch.dtype,
     temperature: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Of N rows: log of the sum of exp(y / T), y of the sampled token (NaN: unknown), max |y|."""
+    """Return N rows' log(sum(exp(y / T))), y of the sampled token (NaN: unknown) and max |y|."""
     count = len(hidden)
     log_sum = torch.full((count,), -torch.inf, dtype=torch.float32)
     found = torch.full((count,), torch.nan, dtype=torch.float32)
     largest = torch.zeros(count, dtype=torch.float32)
-    column, known = map(torch.from_numpy, _columns(ids.numpy(), tokens.numpy()))
+    column, known = map(torch.from_numpy, _find(ids.numpy(), tokens.numpy()))
     for start in range(0, len(ids), _SLICE):
         part = slice(start, start + _SLICE)
         bias = None if head.lm_head_bias is None else head.lm_head_bias[part]
@@ -148,7 +148,7 @@ def _summed(
     return log_sum, found, largest
 
 
-def _judged(
+def _judge(
     sample: Sample,
     log_mass: Tensor,
     found: Tensor,
@@ -157,7 +157,7 @@ def _judged(
     *,
     partial: bool,
 ) -> Mass:
-    # Relative, of the coarsest type that its logits depend on.
+    # The relative rounding of the coarsest type that its logits depend on.
     coarsest = max(_ROUNDING[sample.layout.dtype], _ROUNDING[sample.logits_dtype])
     rounding = coarsest * float(largest.median())
     error = (found - sent).abs().nanmedian()
@@ -167,12 +167,12 @@ def _judged(
     if float(error) > TOLERANCE + rounding:
         refusal = RefusedError(
             "teacher.logits",
-            f"logits of states and lm_head that differ by {float(error):.3g} (median of "
-            f"{len(sent)} sampled tokens) from those that came with them",
+            f"sampled_logits that differ by {float(error):.3g} (median of {len(sent)} tokens) from "
+            "the product of states and lm_head",
             f"at most {TOLERANCE + rounding:.3g}",
-            f"look for {_cause(found, sent)} in policy version {sample.policy_version}",
+            f"look for {_likely_cause(found, sent)} in policy version {sample.policy_version}",
         )
-    # Not <=: a NaN is refused.
+    # "not <=" and not ">", so that a NaN is refused.
     elif not float(off.median()) <= TOLERANCE + rounding / sample.temperature:
         over = "the draft vocabulary" if partial else "the vocabulary"
         refusal = RefusedError(
@@ -186,14 +186,14 @@ def _judged(
     return Mass(mass, refusal)
 
 
-def _cause(found: Tensor, sent: Tensor) -> str:
-    """What makes ``sent`` of ``found``, in words; [n], NaN where a logit is not known."""
+def _likely_cause(found: Tensor, sent: Tensor) -> str:
+    """Return in words what would turn ``found`` into ``sent``; [n], NaN where not known."""
     known = found.isfinite()
     ratio, gap = sent[known] / found[known], (sent - found)[known]
     factor = float(ratio.median())
     if len(ratio) > 1 and float((ratio / factor - 1).abs().max()) < 0.05:
         return f"a factor of {factor:.3g} on the logits that OpenRun did not announce"
-    # The larger a logit is, the more of it a cap takes.
+    # A cap takes the more of a logit, the larger it is.
     by_size = ratio[found[known].abs().argsort()]
     if len(ratio) > 1 and bool(((by_size > 0) & (by_size < 1)).all() & (by_size.diff() < 0).all()):
         return "a soft cap on the logits that OpenRun did not announce"

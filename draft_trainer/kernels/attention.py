@@ -51,7 +51,7 @@ def causal_backward(
     scale = q.shape[-1] ** -0.5
     queries, flowing = _queries(q, k).mul_(scale * _LOG2E), _queries(grad, k)
     keys, values = _keys(k), _keys(v)
-    # One number a row needs no filling up.
+    # One number per row needs no padding.
     offset, total = _flat(delta[..., None], k), _flat(lse[..., None], k) * _LOG2E
     grads = [torch.empty_like(queries), torch.zeros_like(keys), torch.zeros_like(keys)]
     given = (flowing, queries, keys.mT.contiguous(), keys, values.mT.contiguous(), offset, total)
@@ -139,22 +139,22 @@ def _flat(x: Tensor, k: Tensor) -> Tensor:
 
 
 def _queries(x: Tensor, k: Tensor) -> Tensor:
-    """``_flat`` in float32, D filled up with zeros; a copy."""
+    """``_flat`` in float32, D padded with zeros; a copy."""
     flat = _flat(x, k)
-    out = flat.new_zeros(*flat.shape[:2], _filled(x.shape[-1]), dtype=torch.float32)
+    out = flat.new_zeros(*flat.shape[:2], _padded(x.shape[-1]), dtype=torch.float32)
     out[..., : x.shape[-1]] = flat
     return out
 
 
 def _keys(x: Tensor) -> Tensor:
-    """[B, T, kv_heads, D] to float32 [B * kv_heads, T, D], T and D filled up with zeros."""
+    """[B, T, kv_heads, D] to float32 [B * kv_heads, T, D], T and D padded with zeros."""
     batch, length, heads, size = x.shape
-    out = torch.zeros(batch, heads, _filled(length), _filled(size), dtype=torch.float32)
+    out = torch.zeros(batch, heads, _padded(length), _padded(size), dtype=torch.float32)
     out[:, :, :length, :size] = x.transpose(1, 2)
     return out.flatten(0, 1)
 
 
-def _filled(size: int) -> int:
+def _padded(size: int) -> int:
     return -(-size // _WIDE) * _WIDE
 
 

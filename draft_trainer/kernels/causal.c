@@ -43,7 +43,7 @@ static void multiply(int64_t rows, int64_t columns, int64_t depth, const float *
     }
 }
 
-/* Of a block of queries: how many keys its last row sees, filled up to a multiple of WIDE. */
+/* The number of keys that the last row of a block of queries sees, rounded up to WIDE. */
 INLINE int64_t reach(int64_t first, int64_t last_row, int64_t group) {
     return (first + last_row / group + WIDE) / WIDE * WIDE;
 }
@@ -85,7 +85,7 @@ void causal_forward(const float *q, const float *keys_t, const float *values, fl
 }
 
 /* grad, q, grad_q [heads, rows, size]; the rest of keys and values [heads, keys, size], the sums
- * zeroed by the caller; scratch [threads, 2, BLOCK, keys]. grad_q still wants the scale. */
+ * zeroed by the caller; scratch [threads, 2, BLOCK, keys]. The caller scales grad_q. */
 void causal_backward(const float *grad, const float *q, const float *keys_t, const float *k,
                      const float *values_t, const float *delta, const float *lse, float *grad_q,
                      float *grad_k, float *grad_v, int64_t heads, int64_t rows, int64_t group,

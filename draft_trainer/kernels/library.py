@@ -24,7 +24,7 @@ from slipstream.errors import RefusedError
 Mode = Literal["auto", "on", "off"]
 
 _SOURCES = ("score_rows.c", "causal.c", "step_keys.c", "rows.c")
-# No -ffast-math: a NaN must come out as a NaN, that is how a broken step is found.
+# No -ffast-math: a NaN must come out as a NaN, because that is how a broken step is found.
 _FLAGS = (
     "-O3",
     "-march=native",
@@ -42,7 +42,7 @@ _mode: Mode = "off"
 def use_kernels(mode: Mode) -> str:
     """Choose for this process whether the C kernels run: "auto" where they compile, "on" or "off".
 
-    A run's bits depend on the choice.
+    The results of a run are bit-identical only under the same choice.
 
     Returns:
         One line for a log: what runs, and what compiling took or why it was not possible.
@@ -75,7 +75,7 @@ def using_kernels(mode: Mode) -> Iterator[None]:
 
 
 def runs_on(x: Tensor) -> bool:
-    """Whether the kernels run on tensors like ``x``: on a CPU, in float32 or bfloat16."""
+    """Return whether the kernels run on tensors like ``x``: on a CPU, in float32 or bfloat16."""
     if x.device.type != "cpu" or x.dtype not in (torch.float32, torch.bfloat16):
         return False
     return _mode != "off" and _built().functions is not None
@@ -148,7 +148,7 @@ def _compiled(compiler: str) -> tuple[Path, str]:
         subprocess.run(
             [compiler, *flags, "-shared", "-fPIC", "-o", str(made), *sources, "-lm"], **_RUN
         )
-        # Linkers leave what the umask does, which may let every user write it.
+        # The linker leaves the umask's mode, which may let every user write it.
         made.chmod(0o700)
         # A rename, because several processes may compile at the same time.
         made.rename(library)

@@ -1,4 +1,4 @@
-/* What the kernels share: bfloat16, 2^x, and loops that a compiler vectorises. */
+/* Shared by the kernels: bfloat16, 2^x, and loops that a compiler vectorises. */
 #include <math.h>
 #include <stdint.h>
 #include <string.h>

@@ -13,7 +13,7 @@ _TARGETS = {"kl": 0, "tv": 1, "lk": 2}
 
 
 def swiglu_forward(gate_up: Tensor) -> Tensor:
-    """As ``ops.swiglu``: [..., 2 * I] to [..., I]."""
+    """Compute ``ops.swiglu``: [..., 2 * I] to [..., I]."""
     gate_up = gate_up.contiguous()
     out = gate_up.new_empty(*gate_up.shape[:-1], gate_up.shape[-1] // 2)
     run("swiglu_forward", gate_up, out, *_sizes(out))
@@ -29,7 +29,7 @@ def swiglu_backward(gate_up: Tensor, grad: Tensor) -> Tensor:
 
 
 def norm_forward(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """As ``ops.rms_norm``; also 1 / rms, float32 [..., 1]."""
+    """Compute ``ops.rms_norm``, and 1 / rms, float32 [..., 1]."""
     x = x.contiguous()
     out, scale = torch.empty_like(x), x.new_empty(*x.shape[:-1], 1, dtype=torch.float32)
     rows, size, wide = _sizes(x)
@@ -51,7 +51,7 @@ def norm_backward(
 
 
 def rotate(x: Tensor, count: int, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
-    """As ``ops.rotate_heads``, backwards with sign -1; ``cos`` and ``sin`` are float32."""
+    """Compute ``ops.rotate_heads``, backwards with sign -1; ``cos`` and ``sin`` are float32."""
     x, cos, sin = x.contiguous(), cos.contiguous(), sin.contiguous()
     out = torch.empty_like(x)
     heads, size = x.shape[-2:]
@@ -63,7 +63,7 @@ def rotate(x: Tensor, count: int, cos: Tensor, sin: Tensor, sign: float) -> Tens
 def score_rows(
     logits: Tensor, policy: Tensor, log_z: Tensor, inverse_t: Tensor, target: str, learns: bool
 ) -> Tensor:
-    """As ``loss._score_blocks``: logits [K, R, V] become their gradient if ``learns``.
+    """Compute ``loss._score_blocks``: logits [K, R, V] become their gradient if ``learns``.
 
     Args:
         logits: float32 or bfloat16, each [R, V] contiguous.

@@ -25,7 +25,7 @@ INLINE const void *row_of(Rows x, int64_t batch, int64_t row, int64_t head, int6
     return x.data + (batch * x.stride[0] + row * x.stride[1] + head * size) * (wide ? 4 : 2);
 }
 
-/* A row's heads of every one of `count` tensors: too many streams for the processor to foresee. */
+/* Prefetch a row's heads of `count` tensors: too many streams for the hardware prefetcher. */
 INLINE void prefetch(const Rows *all, int64_t count, int64_t at, int64_t rows, int64_t row_bytes,
                      int64_t wide) {
     for (int64_t i = 0; i < count; i++) {

@@ -97,11 +97,11 @@ class TrainerServer:
         self._counters.newest_release = newest.draft_version
         state = registry.hold()
         self._promotions = open_promotions(registry, self._run_id)
-        # Before anything else is written: the disk may be full, and the bounds lowered for that.
+        # Before anything else is written: the disk may be full, and the bounds lowered to free it.
         registry.retain(config.draft)
         head = registry.drafter.read(registry.path(newest.draft_version)).draft()
         draft = head.config
-        # A shared GPU does not say what training takes of it.
+        # The share that training takes of a shared GPU cannot be measured.
         cores = partial(core_seconds, nice=training_nice(config.training.nice))
         economy = Economy(
             config.economy, cores=cores if config.training.device == "cpu" else lambda: None
@@ -204,7 +204,7 @@ class TrainerServer:
 
     @property
     def ready_line(self) -> str:
-        """What is printed once everything listens."""
+        """The line that is printed once everything listens."""
         web = self._web.url
         return f"draft-trainer ready: grpc={self.address} metrics={web}/metrics web={web}/"
 
@@ -235,7 +235,7 @@ class TrainerServer:
     def _stop(self) -> bool:
         deadline = time.monotonic() + self._config.server.shutdown_timeout_s
         self._status.events.note("trainer_stopped")
-        # Calls in progress get half of the time; then they are cancelled.
+        # Calls in progress get half of the time, and are then cancelled.
         stopped = self._event_loop.submit(self._stop_serving(_left(deadline) / 2))
         # All are told at once: a gate or a publish under way may take the rest of the time.
         self.loop.stop(0.0)
@@ -272,7 +272,7 @@ class TrainerServer:
 
     def _open_samples(self, economy: Economy) -> None:
         def evicted(reason: str, samples: int) -> None:
-            # While training is paused, samples grow old and make room on purpose.
+            # While training is paused, it is intended that samples grow old and are evicted.
             unneeded = economy.looks_only and reason in ("capacity", "stale")
             self._counters.samples_evicted.labels("unneeded" if unneeded else reason).inc(samples)
 
@@ -329,7 +329,7 @@ class TrainerServer:
             try:
                 await self._workers.run(self._status.keep_snapshot)
             except RuntimeError:
-                # No thread can be had: one may be by the next time.
+                # No thread could be started; the next time one may be.
                 logger.exception("a snapshot of the status was not kept")
             await asyncio.sleep(SNAPSHOT_SECONDS)
 
@@ -343,14 +343,14 @@ class TrainerServer:
 
 
 def states_belong_to(registry: Registry, draft: DraftShape) -> dict[str, object]:
-    """What a training state must have been saved with to be resumed: this draft's beginning."""
+    """Return the facts a training state must carry to be resumed: this draft's first release."""
     first = registry.get(0).tensors
     total = hashlib.sha256(b"".join(spec.sha256 for spec in first))
     return head_facts(draft) | {"initial_sha256": total.hexdigest()}
 
 
 def _max_tokens(config: TrainerConfig, head: Draft) -> int:
-    """Longest sample: as configured, but in bf16 it must fit one message and the windows."""
+    """Return the longest sample: as configured, but in bf16 it must fit a message and windows."""
     per_token = 2 * (len(head.config.aux_layer_ids) + 1) * head.config.target_hidden_size + 21
     server = config.server
     largest = min(MAX_MESSAGE_BYTES, server.receive_window_bytes) - _MESSAGE_OVERHEAD
@@ -361,14 +361,17 @@ def _max_tokens(config: TrainerConfig, head: Draft) -> int:
 
 
 def _wanted_tokens(config: TrainerConfig, economy: Economy, fleet: Fleet) -> int:
-    """Of each policy version; while training is paused, what measures the served draft."""
+    """Return the tokens wanted of each policy version (0: no bound).
+
+    While training is paused, they are those that measure the served draft.
+    """
     if not economy.looks_only:
         return 0
     if not economy.measures_next:
         return 1  # the least that is bounded: a client still sends a sample
     held_out = config.replay.held_out_fraction or HELD_OUT_LEAST
-    # A verification step takes up to one token more than are drafted. About half of the tokens of a
-    # rollout are the prompt's, where nothing is drafted.
+    # A verification step yields up to one token more than are drafted. About half of a rollout's
+    # tokens are the prompt's, where nothing is drafted.
     return math.ceil(2 * config.gate.needed_anchors(0) * (1 + fleet.drafting()[0]) / held_out)
 
 

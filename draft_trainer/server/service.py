@@ -50,22 +50,22 @@ ANNOUNCE_SECONDS = 600.0
 IMPORT_SECONDS = 3600.0
 FETCH_SECONDS = 3600.0
 ANSWER_SECONDS = 1.0
-"""Of a caller's deadline, for the way of the answer."""
+"""The part of a caller's deadline that is left for the answer to travel."""
 
-# A stream beyond server.max_streams is refused by that name.
+# So many streams beyond server.max_streams are admitted, to be refused by that name.
 _STREAMS_BEYOND = 8
 _EVENT_SECONDS = 0.25
 _QUICK_WORKERS = 8
 
 
 def limits_of(config: ServerConfig) -> dict[str, Limit]:
-    """What each method may cost, by ``/package.Service/Method``."""
+    """Return the limits of each method, by ``/package.Service/Method``."""
     chunks, fleet = CHUNK_MESSAGE_BYTES, Limit(4)
     streams = config.max_streams + _STREAMS_BEYOND
     named = {
-        # Parsed by hand: the payload stays out of protobuf.
+        # Parsed by hand, to keep the payload out of protobuf.
         "StreamStates": Limit(streams, MAX_MESSAGE_BYTES, parse=unframe),
-        # Each holds the two matrices of its version until they are whole.
+        # Each call holds the two matrices of its version until they are complete.
         "AnnouncePolicy": Limit(4, chunks, ANNOUNCE_SECONDS),
         "ImportRelease": Limit(1, chunks, IMPORT_SECONDS),
         "FetchRelease": Limit(8, call_seconds=FETCH_SECONDS),
@@ -79,7 +79,7 @@ def limits_of(config: ServerConfig) -> dict[str, Limit]:
 
 
 def workers_for(config: ServerConfig) -> int:
-    """Threads for every admitted call that may take long, and some for those that do not."""
+    """Return the number of threads: one for every admitted slow call, and some for quick ones."""
     limits = limits_of(config).items()
     slow = sum(limit.calls for method, limit in limits if "/Watch" not in method)
     return slow + _QUICK_WORKERS
@@ -105,8 +105,8 @@ class DraftTrainerService(pb_grpc.DraftTrainerServicer):
     def drain(self) -> None:
         """End every stream and watch; the server is about to stop.
 
-        A sample stream waits for its client, who may have nothing to send for minutes. What was not
-        acknowledged the client sends again later.
+        A sample stream waits for its client, who may have nothing to send for minutes. The client
+        sends again later what was not acknowledged.
         """
         self._draining.set()
         for stream in self._streams:
@@ -149,7 +149,7 @@ class DraftTrainerService(pb_grpc.DraftTrainerServicer):
         header = header_of(None if first is None else first.request)
         with self.runs.stream(header.session_id, limits.max_streams) as session:
             credit = await self.workers.run(self.ingest.credit_bytes, limits.receive_window_bytes)
-            # Nothing is awaited from here until ``drain`` would find the stream.
+            # Nothing is awaited from here until the stream is where ``drain`` finds it.
             if self._draining.is_set():
                 raise RefusedError(
                     "StreamStates",
@@ -202,7 +202,7 @@ class DraftTrainerService(pb_grpc.DraftTrainerServicer):
     async def CompleteSync(
         self, request: pb.CompleteSyncRequest, context: ServicerContext
     ) -> pb.PublishResult:
-        """See the .proto. A session that is not open does not keep the policy from its commit."""
+        """See the .proto. The policy's commit does not depend on an open session."""
         check_text("policy_stage_id", request.policy_stage_id, MAX_NAME_CHARACTERS)
         published = await self.workers.run(
             self.publisher.complete, request.policy_version, request.policy_stage_id
@@ -264,7 +264,7 @@ class DraftTrainerService(pb_grpc.DraftTrainerServicer):
         self, request: console_pb2.WatchEventsRequest, context: ServicerContext
     ) -> AsyncIterator[console_pb2.Event]:
         events = self.status.events
-        # Once only: a log that was begun anew numbers from 1 again.
+        # Read once: a new log numbers from 1 again.
         seen, newest, last = request.after, request.newest, not request.follow
         known = None
         while True:
@@ -276,7 +276,7 @@ class DraftTrainerService(pb_grpc.DraftTrainerServicer):
             newest = 0
             if last:
                 return
-            # Once more after draining began: the trainer's stop is an event.
+            # Look once more after draining began: the trainer's stop is an event.
             last = await self._drained_within(_EVENT_SECONDS)
 
     async def GetStatus(
@@ -296,18 +296,20 @@ class DraftTrainerService(pb_grpc.DraftTrainerServicer):
 
 
 def answer_by(context: ServicerContext) -> float:
-    """The monotonic time at which a refusal still reaches the caller: what is begun later would be
-    done although it looks failed, and again with the next try."""
+    """Return the monotonic time until which a refusal still reaches the caller.
+
+    A call begun later would take effect although it looks failed, and again with the next try.
+    """
     remaining = context.time_remaining()
     return math.inf if remaining is None else time.monotonic() + remaining - ANSWER_SECONDS
 
 
 def check_text(name: str, text: str, most: int) -> None:
-    """Raise RefusedError for a client's text that is longer than ``most`` characters or would forge
-    a line of a log."""
+    """Raise RefusedError for a client's text of more than ``most`` characters, or that is not one
+    printable line, with which it could forge a line of a log."""
     if not text.isprintable():
         wanted = "one line of printable characters"
-        raise RefusedError(name, clean(text, 128), wanted, "send it without the others")
+        raise RefusedError(name, clean(text, 128), wanted, "remove the other characters")
     if len(text) > most:
         raise RefusedError(
             name, f"{len(text)} characters", f"at most {most} characters", "send a shorter one"
@@ -315,7 +317,7 @@ def check_text(name: str, text: str, most: int) -> None:
 
 
 def _chunks(requests: Iterator[Any]) -> Iterator[tensor_pb2.TensorChunk]:
-    """The chunks of the other requests. Raises RefusedError where one is something else."""
+    """Yield the chunks of the remaining requests. Raises RefusedError if one has no chunk."""
     for request in requests:
         if request.WhichOneof("kind") != "chunk":
             raise wrong_kind("chunk", request.WhichOneof("kind"))
@@ -323,7 +325,7 @@ def _chunks(requests: Iterator[Any]) -> Iterator[tensor_pb2.TensorChunk]:
 
 
 def result_message(published: PublishResult) -> pb.PublishResult:
-    """How a publish ended."""
+    """Return the message that says how a publish ended."""
     servers = [
         pb.ServerOutcome(
             address=address,

@@ -17,15 +17,15 @@ from slipstream.tensors import Framed
 from slipstream.v1 import draft_trainer_pb2 as pb
 
 MAX_WAITING = 1024
-"""Messages that are read ahead. Credit counts bytes, and 64 MiB are 32 million empty samples."""
+"""The most messages read ahead: credit counts bytes, and 64 MiB are 32 million empty samples."""
 
 MAX_BATCH = 4096
-"""Samples of one message."""
+"""The most samples in one message."""
 
 MAX_PIECES = 1024
-"""Pieces of one message's payload: a piece of one byte costs a hundred times what credit counts."""
+"""The most pieces of a message's payload: one of a single byte costs 100 times its credit."""
 
-# Of one transaction of the store; with more its first samples would wait longer.
+# Bounds on one transaction of the store: with more, its first samples would wait longer.
 _MOST_SAMPLES = 512
 _MOST_BYTES = 16 << 20
 
@@ -49,7 +49,7 @@ class Arrived:
 
     @property
     def nbytes(self) -> int:
-        """Of the states, wherever they are."""
+        """The bytes of the states, wherever they are."""
         return sum(sample.packed.span.bytes for sample in self.samples) or self.framed.nbytes
 
 
@@ -57,10 +57,10 @@ class Arrived:
 class StateStream:
     """Answers the samples of one stream until the client or the server ends it.
 
-    One task reads while another one has samples stored, so that gRPC receives during a transaction;
-    what arrived meanwhile is the next transaction. What is read ahead is bounded by ``credit``, the
-    serialized bytes that the client may still send; it gets them back with its answers. Nothing
-    waits for training: where that lags, the store evicts the oldest states.
+    One task reads while another one stores samples, so that gRPC receives during a transaction; the
+    samples that arrive meanwhile are the next transaction. Reading ahead is bounded by ``credit``,
+    the serialized bytes that the client may still send; it gets them back with the answers. Nothing
+    waits for training: if that lags, the store evicts the oldest states.
     """
 
     requests: AsyncIterator[Framed]
@@ -73,12 +73,12 @@ class StateStream:
     workers: Workers
     _waiting: deque[Arrived] = field(default_factory=deque)
     _arrived: asyncio.Event = field(default_factory=asyncio.Event)
-    _taken: asyncio.Event = field(default_factory=asyncio.Event)
+    _has_room: asyncio.Event = field(default_factory=asyncio.Event)
     _ended: bool = False
 
     @property
     def transport(self) -> str:
-        """Where the blocks of its samples are."""
+        """The place of its samples' blocks: "grpc" (inline) or "shared_memory"."""
         return "grpc" if self.file is None else "shared_memory"
 
     def end(self) -> None:
@@ -87,10 +87,10 @@ class StateStream:
         self._arrived.set()
 
     async def responses(self) -> AsyncGenerator[pb.StreamStatesResponse, None]:
-        """The answers.
+        """Yield the answers.
 
         Raises:
-            RefusedError: a message that may not come, or more than was credited: the stream ends.
+            RefusedError: a message of the wrong kind, or more than was credited: the stream ends.
         """
         first = pb.Credit(bytes=self.credit, inline_because=self.inline_because)
         yield pb.StreamStatesResponse(credit=first)
@@ -98,7 +98,7 @@ class StateStream:
         reader = asyncio.create_task(self._read())
         try:
             while await self._has_more(reader):
-                response = await self.workers.run(self._take, self._next_batch())
+                response = await self.workers.run(self._store, self._next_batch())
                 self.credit += response.acks.credit_bytes
                 yield response
             if reader.done():
@@ -109,7 +109,7 @@ class StateStream:
             await asyncio.wait({reader})
 
     async def _has_more(self, reader: asyncio.Task[None]) -> bool:
-        """Wait for a message; False once the stream ended or was idle for too long."""
+        """Wait for a message; return False once the stream ended or was idle for too long."""
         while not self._waiting and not reader.done() and not self._ended:
             self._arrived.clear()
             try:
@@ -125,7 +125,7 @@ class StateStream:
             batch.append(self._waiting.popleft())
             samples += len(batch[-1].samples)
             nbytes += batch[-1].nbytes
-        self._taken.set()
+        self._has_room.set()
         return batch
 
     async def _read(self) -> None:
@@ -141,8 +141,8 @@ class StateStream:
                         raise RefusedError("payload", found, most, "send larger pieces")
                     continue
                 while len(self._waiting) >= MAX_WAITING:
-                    self._taken.clear()
-                    await self._taken.wait()
+                    self._has_room.clear()
+                    await self._has_room.wait()
                 self._waiting.append(Arrived(framed.behind(pieces), time.monotonic()))
                 self._arrived.set()
                 pieces = []
@@ -150,7 +150,7 @@ class StateStream:
             self._arrived.set()
 
     def _spend(self, size: int) -> None:
-        """Raise RefusedError (RESOURCE_EXHAUSTED) when more is sent than was credited."""
+        """Deduct credit. Raises RefusedError (RESOURCE_EXHAUSTED): more is sent than credited."""
         if size > self.credit:
             found = f"a message of {size} bytes with {self.credit} bytes of credit left"
             advice = "wait for credit before sending, and open the stream again"
@@ -160,7 +160,7 @@ class StateStream:
 
     @staticmethod
     def _check(framed: Framed) -> bool:
-        """Whether a message is a piece of the next one's payload. Raises RefusedError."""
+        """Return whether a message is a piece of the next one's payload. Raises RefusedError."""
         kind, samples = framed.request.WhichOneof("kind"), len(framed.request.batch.samples)
         if kind is None and len(framed.payload):
             return True
@@ -177,8 +177,8 @@ class StateStream:
             )
         return False
 
-    def _take(self, batch: Sequence[Arrived]) -> pb.StreamStatesResponse:
-        """Store a batch and answer it; on a worker's thread."""
+    def _store(self, batch: Sequence[Arrived]) -> pb.StreamStatesResponse:
+        """Store a batch and answer it; runs on a worker's thread."""
         samples = []
         for arrived in batch:
             memories = Memories((*arrived.framed.ahead, arrived.framed.payload), self.file)
@@ -187,7 +187,7 @@ class StateStream:
         size = sum(arrived.framed.nbytes for arrived in batch)
         nbytes = {"grpc": size}
         if self.file is not None:
-            # Not of refused ones: the span that they name may never have been written.
+            # Without refused ones: the span that they name may never have been written.
             nbytes["shared_memory"] = sum(
                 message.packed.span.bytes
                 for (message, _), ack in zip(samples, acks, strict=True)

@@ -35,7 +35,7 @@ from examples.task import Task
 AUX_LAYERS = (2, 5, 7)
 DRAFT_LENGTH = 3
 LAYERS = 2
-"""Of a new DFlash draft, and of a draft model."""
+"""The layers of a new DFlash draft, and of a draft model."""
 
 
 def record(

@@ -118,7 +118,7 @@ class Service:
 
     @property
     def alive(self) -> bool:
-        """Whether the process was started and has not ended."""
+        """True if the process was started and has not ended."""
         return self._process is not None and self._process.poll() is None
 
     def wait_ended(self, timeout: float) -> None:

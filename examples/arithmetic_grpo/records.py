@@ -1,4 +1,4 @@
-"""What the demo writes down at every step; plain data that becomes ``summary.json``."""
+"""The figures that the demo records at every step; plain data that becomes ``summary.json``."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ class RunRecord:
     ngram_speed: dict[str, dict[str, list[float]]] = field(default_factory=dict)
     """Likewise of the server that drafts n-grams: with them, and without speculation."""
     tokens_per_step: dict[str, float] = field(default_factory=dict)
-    """Of a sequence in an engine step of these rounds, by arm, whether or not it had a draft."""
+    """A sequence's tokens per engine step of these rounds, by arm, with or without a draft."""
     start_seconds: float = 0.0
     total_seconds: float = 0.0
     bridge: dict[str, object] = field(default_factory=dict)

@@ -51,7 +51,7 @@ class SpecCounters:
         before: Mapping[int, rollout_pb.AcceptanceCounters],
         after: Mapping[int, rollout_pb.AcceptanceCounters],
     ) -> SpecCounters:
-        """What happened between two readings of ``RolloutServer.counters``."""
+        """Subtract two readings of ``RolloutServer.counters``."""
         nothing = rollout_pb.AcceptanceCounters()
         found = cls()
         for version, now in after.items():
@@ -78,7 +78,7 @@ class SpecCounters:
 
 @dataclass(frozen=True)
 class Generation:
-    """What one round of requests gave.
+    """The results of one round of requests.
 
     Attributes:
         completions: token ids, in the order of the prompts, ``samples`` for each.
@@ -142,7 +142,7 @@ class RolloutClient:
         self._trainer_channel.close()
 
     def status(self) -> trainer_pb.TrainerStatus:
-        """Where the trainer stands."""
+        """Return the trainer's status."""
         return self._trainer.GetStatus(trainer_pb.GetStatusRequest(), timeout=CALL_TIMEOUT)
 
     def generate(

@@ -87,7 +87,7 @@ def moving_part(styles: Sequence[float]) -> slice:
 def followed(
     styles: Sequence[float], adapted: Sequence[Counts], frozen: Sequence[Counts]
 ) -> dict[str, Followed]:
-    """How the adapted draft followed: "whole run" after its first step, and "moving part".
+    """Measure how the adapted draft followed: "whole run" after its first step, and "moving part".
 
     Args:
         styles: share of ornate lines by step.
@@ -156,7 +156,7 @@ def speed_ratios(run: RunRecord, batch: str, arm: str) -> list[float]:
 
 
 def followed_in(run: RunRecord) -> dict[str, Followed]:
-    """How the adapted draft followed the policy of a demo."""
+    """Measure how the adapted draft followed the policy of a demo."""
     arms = [step.arms for step in run.steps]
     styles = [statistics.fmean(part.style_share for part in step.values()) for step in arms]
     return followed(styles, [step[ADAPTED] for step in arms], [step[FROZEN] for step in arms])
@@ -212,7 +212,7 @@ def net(run: RunRecord) -> Net:
 
 
 def net_text(run: RunRecord) -> str:
-    """Whether adapting paid in this run."""
+    """Say in words whether adapting paid in this run."""
     found = net(run)
     return (
         f"adapting saved {found.saved:.1f} s of generation and cost {found.cost:.1f} s "
@@ -223,7 +223,7 @@ def net_text(run: RunRecord) -> str:
 
 
 def targets_of(run: RunRecord) -> list[Target]:
-    """What the demo promises, with what this run measured."""
+    """Return what the demo promises, with what this run measured."""
     last = run.steps[-END_STEPS:]
     frozen, adapted = pooled_length(last, FROZEN), pooled_length(last, ADAPTED)
     found = followed_in(run)

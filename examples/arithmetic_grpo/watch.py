@@ -39,11 +39,11 @@ def prometheus_beside(directory: Path, ports: dict[str, int]) -> LocalPrometheus
 
 
 def addresses(trainer_log: Path, prometheus: LocalPrometheus | None) -> dict[str, str]:
-    """What to open in a browser, by what it shows.
+    """Return the URLs to open in a browser, by what they show.
 
     Args:
-        trainer_log: of a trainer that is ready: its ready line names its addresses.
-        prometheus: that runs.
+        trainer_log: log of a trainer that is ready: its ready line names its addresses.
+        prometheus: the one that runs, if any.
     """
     ready = re.findall(r"^draft-trainer ready: (.*)", trainer_log.read_text(), re.MULTILINE)
     named = dict(re.findall(r"(\w+)=(\S+)", ready[-1]))

@@ -1,4 +1,4 @@
-"""What speculation is worth where generation and training overlap: a table, on real vLLM.
+"""Measures what speculation saves where generation and training overlap: a table, on real vLLM.
 
 Synchronous (lag 0) and asynchronous (lag 1, or more), each without speculation, with a frozen draft
 and with one that a draft trainer adapts beside the run. All arms train the same policy on the same
@@ -105,7 +105,7 @@ class Arm:
         )
 
     def figures(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the arm's figures for JSON."""
         spans: dict[int, int] = {}
         for step in self.steps:
             for count, rows in step.spans.items():
@@ -138,7 +138,7 @@ class Arm:
 
 
 class Pairs:
-    """What the server counts by pair, from one reading to the next."""
+    """The server's counts by pair of draft and policy, from one reading to the next."""
 
     def __init__(self, server: RolloutServer) -> None:
         self._server = server
@@ -249,7 +249,7 @@ def table_of(arms: Sequence[Arm]) -> str:
 
 
 def targets_of(arms: Sequence[Arm]) -> list[Target]:
-    """What is promised, of the arms that were run."""
+    """Return what is promised of the arms that were run."""
     by_name = {(arm.seed, arm.lag, arm.speculation): arm for arm in arms}
     targets = []
     for seed, lag, speculation in by_name:
@@ -277,7 +277,7 @@ def targets_of(arms: Sequence[Arm]) -> list[Target]:
 
 
 def figures_of(arms: Sequence[Arm], options: argparse.Namespace, seconds: float) -> dict[str, Any]:
-    """For JSON, without this machine's paths."""
+    """Return the figures for JSON, without this machine's paths."""
     given = {name: value for name, value in vars(options).items() if name not in ("json", "out")}
     settings = {
         name: os.path.relpath(value) if isinstance(value, Path) else str(value)

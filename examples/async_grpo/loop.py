@@ -253,7 +253,7 @@ class AsyncGrpo:
             window.push_policy()
 
     def _batch(self, generated: Generated, rewards: torch.Tensor) -> GrpoBatch:
-        """What is trained on, shortest sequence first: a micro-batch is as wide as its longest."""
+        """Collate the batch, shortest sequence first: a micro-batch is as wide as its longest."""
         pairs = [(prompt, row) for _, prompt, rows in generated.groups for row in rows]
         advantages = group_advantages(rewards, self._settings.samples)
         order = sorted(

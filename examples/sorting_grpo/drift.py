@@ -38,9 +38,9 @@ from policy_bridge import BridgeConfig, PolicyBridge
 HERE = Path(__file__).resolve().parent
 LOG_PROB_BATCH = 48
 VERSIONS = 20
-"""Of the policy, after the first."""
+"""The policy's versions after the first."""
 UPDATES = 3
-"""Optimizer steps of each."""
+"""The optimizer steps of each."""
 SETTINGS: Settings = {"economy": {"mode": "always"}}
 
 

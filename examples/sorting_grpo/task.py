@@ -84,7 +84,7 @@ def write_solution(
 
 
 def grade(problem: Problem, completion: str) -> Grade:
-    """Whether the completion ends in the sorted letters, and its style."""
+    """Grade whether the completion ends in the sorted letters, and its style."""
     words = completion.split()
     answer = [ANSWER_MARK, *sorted(problem.letters)]
     correct = words[-len(answer) :] == answer

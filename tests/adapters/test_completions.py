@@ -89,7 +89,7 @@ NOT_WITH_DRAFTS = (
 
 
 def refused(refusal: bytes, sampling: dict[str, Any]) -> str:
-    """What the client says where the server answers 400 with this."""
+    """Return what the client says where the server answers 400 with this."""
     handler = type("Handler", (Answers,), {"received": [], "refusal": refusal})
     with (
         serving(handler) as port,

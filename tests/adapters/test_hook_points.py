@@ -94,7 +94,7 @@ TEXTS: Sequence[tuple[str, str]] = (
 
 
 def folder_of(package: str) -> Path:
-    """Where a package's files are; the test is skipped where it is not installed."""
+    """Return the folder of a package's files; skip the test if it is not installed."""
     spec = importlib.util.find_spec(package)
     if spec is None or not spec.submodule_search_locations:
         pytest.skip(f"{package} is not installed")
@@ -102,7 +102,7 @@ def folder_of(package: str) -> Path:
 
 
 def parameters_of(source: str, name: str) -> list[str] | None:
-    """Of a "function" or a "Class.method"; None where it is not there."""
+    """Return the parameters of a "function" or a "Class.method"; None where it is not there."""
     owner, _, wanted = name.rpartition(".")
     body = ast.parse(source).body
     if owner:

@@ -53,7 +53,7 @@ SAMPLED_WITH = {"top_p": 0.9, "min_p": 0.02, "generation_kwargs": {"presence_pen
 
 
 def test_trl_deepcopy_of_watched_model_is_not_watched() -> None:
-    """To merge adapters, or as a reference: the copy is not watched."""
+    """The copy, made to merge adapters or as a reference, is not watched."""
     model = torch.nn.Linear(2, 2)
     adapter = TrlRollouts(DisabledBridge(), FixedRollouts())
     args = SimpleNamespace(

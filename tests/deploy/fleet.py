@@ -54,7 +54,7 @@ def start_ray() -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def cluster() -> Iterator[None]:
-    """For a module that imports this."""
+    """Start Ray for a module that imports this."""
     import ray
 
     start_ray()

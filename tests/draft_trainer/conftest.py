@@ -1,4 +1,4 @@
-"""What several tests of the trainer share."""
+"""The fixtures that several tests of the trainer share."""
 
 from __future__ import annotations
 
@@ -62,5 +62,5 @@ def rig(make_rig: Callable[..., Rig]) -> Rig:
 
 @pytest.fixture
 def no_backoff(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What could not be put right is tried again at once."""
+    """Try again at once what could not be put right."""
     monkeypatch.setattr(reconcile, "FIRST_WAIT", 0.0)

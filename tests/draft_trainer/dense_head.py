@@ -21,7 +21,7 @@ def enter(
 
 
 def leave(layer: DecoderLayer, attended: Tensor, residual: Tensor) -> Tensor:
-    """From the heads side by side [..., heads * D] to the pre-norm output [..., H]."""
+    """Turn the heads side by side [..., heads * D] into the pre-norm output [..., H]."""
     residual = residual + layer.self_attn.o_proj(attended)
     x, mlp = norm(layer.post_attention_layernorm, residual), layer.mlp
     return residual + mlp.down_proj(F.silu(mlp.gate_proj(x)) * mlp.up_proj(x))

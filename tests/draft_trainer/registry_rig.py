@@ -18,7 +18,7 @@ def create(registry: Registry, seed: int = 0, **changes: Any) -> release_pb2.Rel
 
 
 def names(folder: Path) -> set[str]:
-    """What is in a folder, state.db and what belongs to it aside."""
+    """Return what is in a folder, except state.db and what belongs to it."""
     names = (path.name for path in folder.iterdir())
     return {name for name in names if not name.startswith("state.")}
 

@@ -101,7 +101,7 @@ def feeding(config: TrainerConfig, train: bool = True) -> Iterator[tuple[Trainer
 
 
 class Client:
-    """What the bridge does, one call at a time."""
+    """A client that does what the bridge does, one call at a time."""
 
     def __init__(self, channel: grpc.Channel) -> None:
         self.stub = pb_grpc.DraftTrainerStub(channel)

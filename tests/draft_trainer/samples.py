@@ -56,7 +56,7 @@ def sealed(sample: Sample) -> Sample:
 
 
 def nbytes(tokens: int) -> int:
-    """Of a sample."""
+    """Return the bytes of a sample."""
     return layout_of(tokens, 3, WIDTH, torch.bfloat16).nbytes
 
 
@@ -67,7 +67,7 @@ def content(name: str, size: int) -> Tensor:
 
 
 def is_intact(sample: Sample) -> bool:
-    """Whether the bytes of a sample from the store are those that were put in."""
+    """Return whether the bytes of a sample from the store are those that were put in."""
     expected = content(sample.sample_id, sample.nbytes)
     mask = sample.layout.mask_at
     found = sample.block[: sample.nbytes].clone()
@@ -81,7 +81,7 @@ def all_drawn(store: SampleStore, run_id: str = "run", tokens: int = 10**9) -> l
 
 
 def times_drawn(store: SampleStore, names: Iterable[str], run_id: str = "run") -> dict[str, int]:
-    """How often each of these samples was drawn; those that were evicted are left out."""
+    """Count how often each of these samples was drawn; those that were evicted are left out."""
     query = "SELECT times_drawn FROM samples WHERE key = ? AND start IS NOT NULL"
     found = {name: store._db.execute(query, key_of(run_id, name)).fetchone() for name in names}
     return {name: row[0] for name, row in found.items() if row is not None}

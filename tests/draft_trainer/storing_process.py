@@ -27,7 +27,7 @@ EPOCHS = 2
 
 
 class Weights:
-    """What training saw: the last draw, and how often it saw each sample. Saved by a rename."""
+    """The record of training: the last draw, how often it saw each sample. Saved by a rename."""
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / "weights.json"

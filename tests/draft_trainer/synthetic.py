@@ -248,6 +248,6 @@ def run_apart(module: str, job: dict[str, Any], seconds: float) -> None:
 
 
 def assert_near(ours: Tensor, theirs: Tensor) -> None:
-    """To 1e-5 of the largest value: float32 on both sides, other orders of summation."""
+    """Assert equality to 1e-5 of the largest value: both float32, summed in other orders."""
     error = (ours - theirs).abs().max() / theirs.abs().max()
     assert error < 1e-5, f"relative error {error:.2e}"

@@ -144,7 +144,7 @@ def test_replay_predicts_simulated_acceptance(limits: dict[str, float], method: 
 
 
 def test_parameters_that_change_nothing_are_as_absent() -> None:
-    """As a framework's defaults arrive, and lie in stores and recordings."""
+    """A framework's defaults arrive so, and lie in stores and recordings."""
     policy = Policy()
     samples = policy.samples(4)
     plain = expected_acceptance(head(5), samples, policy.heads(), K, "probabilistic")

@@ -52,7 +52,7 @@ def test_full_vocabulary_checkpoint_has_no_d2t(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("variant", _VARIANTS)
 def test_reading_draft_leaves_global_rng_untouched(tmp_path: Path, variant: str) -> None:
-    """In the policy's own process they are those of its seeded rollouts."""
+    """The numbers are those of the policy's seeded rollouts where both share a process."""
     model = saved(tmp_path, **_VARIANTS[variant])
     before = torch.get_rng_state()
     checkpoint = Eagle3().read(tmp_path)
@@ -122,7 +122,7 @@ def test_unknown_checkpoint_fields_are_kept(tmp_path: Path) -> None:
 def test_vllm_defaults_are_written_into_the_config(
     tmp_path: Path, draft_vocab: int, model_type: str, qk_norm: bool, given: str, served: str
 ) -> None:
-    """As SafeAILab's and AngelSlim's trainers write it: class, base, and tied embeddings."""
+    """SafeAILab's and AngelSlim's trainers write it so: class, base, and tied embeddings."""
     model = saved(tmp_path, qk_norm=qk_norm, draft_vocab=draft_vocab)
     absent = dict.fromkeys(("rope_parameters", "rope_theta"), ...)
     edit_config(

@@ -24,7 +24,7 @@ from tests.draft_trainer.synthetic import DRAFT_VOCAB, HIDDEN, VOCAB, head
 
 
 def _check_refused(folder: Path, match: str) -> None:
-    """By what is wrong; the advice, which names more fields, does not count."""
+    """Match what is wrong; the advice, which names more fields, does not count."""
     with pytest.raises(RefusedError) as refusal:
         Eagle3().read(folder)
     reason, _, advice = str(refusal.value).partition("Next step")

@@ -1,4 +1,4 @@
-"""What the economy is told: by the kernel, and by rollout servers."""
+"""The figures that the economy is told: by the kernel, and by rollout servers."""
 
 from __future__ import annotations
 

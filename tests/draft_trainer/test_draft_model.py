@@ -93,7 +93,7 @@ def parallel(folder: Path, token: object, **changes: object) -> Path:
 def test_pard_logits_match_one_pass_over_masks(
     name: str, first_anchor: int, tmp_path: Path
 ) -> None:
-    """As vLLM serves it: after x_0 .. x_{i+1}, K - 1 times the token, in one causal pass."""
+    """vLLM serves it so: after x_0 .. x_{i+1}, K - 1 times the token, in one causal pass."""
     model, mask = models()[name], 7
     model.save_pretrained(tmp_path / "lm")
     policy = policy_folder(tmp_path / "policy")
@@ -148,7 +148,7 @@ def test_draft_model_release_loads_in_transformers(name: str, tmp_path: Path) ->
 
 
 def test_draft_model_stored_lm_head_overrides_tied_config(tmp_path: Path) -> None:
-    """As vLLM serves it: ``ModelConfig.maybe_untie_word_embeddings``."""
+    """vLLM serves it so: ``ModelConfig.maybe_untie_word_embeddings``."""
     models()["llama"].save_pretrained(tmp_path / "lm")
     tensors = load_file(tmp_path / "lm" / "model.safetensors")
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] * 2

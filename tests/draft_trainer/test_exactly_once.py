@@ -29,7 +29,7 @@ COUNT = 120
 
 
 def anchors_seen(folder: Path) -> int:
-    """What the newest training state counts: positions that were trained on, over its lineage."""
+    """Return the positions trained on over the lineage of the newest training state."""
     newest = max((folder / "registry" / "training-state").glob("state-*.safetensors"))
     return int(load_file(newest)["counter.anchors_trained"])
 

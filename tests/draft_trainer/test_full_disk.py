@@ -128,7 +128,7 @@ def releases(folder: Path) -> Component:
 def test_full_disk_write_is_refused_whole(
     make: Callable[[Path], Component], most: int, tmp_path: Path
 ) -> None:
-    """From the first byte on, and half-way."""
+    """The disk is full from the first byte on, or half-way."""
     part = make(tmp_path)
     before, files = part.read(), set(tmp_path.rglob("*"))
     for _ in range(2):

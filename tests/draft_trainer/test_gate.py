@@ -217,7 +217,7 @@ def test_gate_prefers_on_policy_rollouts(
 def test_gate_max_tokens_keeps_the_needed_prompts(
     tmp_path: Path, trained: tuple[Policy, Eagle3Head, Eagle3Head]
 ) -> None:
-    """Of each one sample, where these are longer than the bound."""
+    """One sample of each prompt is kept, even if these are longer than the bound."""
     policy, incumbent, candidate = trained
     held = completions(policy, 10, seed=1)
     for bound, prompts, chosen in ((40, 8, 8), (230, 10, 11), (10_000, 10, 40)):
@@ -275,7 +275,7 @@ def test_gate_measures_incumbent_on_training_device(
 def test_gate_survives_unreadable_held_out_samples(
     tmp_path: Path, trained: tuple[Policy, Eagle3Head, Eagle3Head]
 ) -> None:
-    """As a repair of the index on a full disk refuses them."""
+    """A repair of the index on a full disk refuses them so."""
     policy, incumbent, candidate = trained
     held = completions(policy, 20, seed=1)
     made, _ = gate_of(tmp_path, policy, incumbent, held)
@@ -358,7 +358,7 @@ def test_paired_interval_of_known_cases() -> None:
 
 
 def test_best_candidate_is_chosen_on_other_prompts() -> None:
-    """Of two that differ by noise alone, the greater mean is no gain; a real one is."""
+    """The greater mean of two that differ by noise alone is no gain; a real one is."""
     generator = torch.Generator().manual_seed(0)
     groups = [str(i // 2) for i in range(40)]
     gains, naive = [], []

@@ -137,7 +137,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def served(folder: Path, policy_dir: Path) -> dict[str, dict[str, Tensor]]:
-    """What vLLM's module computes on each variant's checkpoint."""
+    """Run vLLM's module on each variant's checkpoint."""
     pytest.importorskip("vllm")
     drafts = {}
     for number, name in enumerate(_VARIANTS):
@@ -215,7 +215,7 @@ def test_sliding_window_is_not_trained_past() -> None:
 
 
 def _batch(head: Eagle3Head, inputs: dict[str, Tensor]) -> Batch:
-    """What the unroll reads of a batch; the last two positions have no meaning."""
+    """Make the parts of a batch that the unroll reads; the last two positions have no meaning."""
     padding = torch.zeros(2, head.fc.in_features)
     return cast(
         Batch,

@@ -87,8 +87,8 @@ BAD: list[tuple[str, Mutation, str, str]] = [
     (
         "segment_ids",
         changed(segment_ids=ints(*([0] * 4), *([1] * 4), *([0] * 8))),
-        "comes back",
-        "side by side",
+        "segment 0 in separate runs",
+        "one contiguous run",
     ),
     ("loss_mask", mask_byte, "a byte above 1", "0 or 1"),
     ("loss_mask", changed(loss_mask=NONE), "no true", "target"),

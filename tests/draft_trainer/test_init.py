@@ -73,7 +73,7 @@ def test_init_shifts_zero_centred_final_norm(kind: str) -> None:
 
 
 def test_init_drops_mrope_sections() -> None:
-    """As Qwen3.5's config.json says it, and Qwen2.5-VL's."""
+    """Qwen3.5's config.json has them, and Qwen2.5-VL's."""
     sections = {"mrope_section": [2, 1, 1], "mrope_interleaved": True}
     default = {"rope_type": "default", "rope_theta": 123.0, "partial_rotary_factor": 0.5}
     older = {"rope_parameters": None, "rope_theta": 123.0, "partial_rotary_factor": 0.5}

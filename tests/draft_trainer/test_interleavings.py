@@ -1,4 +1,4 @@
-"""What happens between two steps of a publish, a trial or a repair: each case alone."""
+"""The events between two steps of a publish, a trial or a repair: each case alone."""
 
 from __future__ import annotations
 
@@ -209,7 +209,7 @@ def test_falling_counter_means_restarted_server(tried: int) -> None:
 
 
 def test_trial_splits_error_rate_between_both_sides() -> None:
-    """On as many steps as would do with all of it, there is no verdict yet."""
+    """There is no verdict yet on as many steps as would do with all of it."""
     config = CanaryConfig()
     good, worse = Batch((100,) * 3, (80, 50, 20)), Batch((100,) * 3, (60, 30, 10))
 

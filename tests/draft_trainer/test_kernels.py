@@ -82,7 +82,7 @@ def test_kernel_passes_nan_through(target: Target) -> None:
 def _attended(
     mode: library.Mode, dtype: torch.dtype, size: int, anchors: int
 ) -> tuple[Tensor, list[Tensor]]:
-    """Of 2 rows of 83 positions and two later steps; output and all gradients."""
+    """Attend over 2 rows of 83 positions and two later steps; return output and all gradients."""
     generator = torch.Generator().manual_seed(0)
 
     def normal(length: int, heads: int) -> Tensor:
@@ -150,7 +150,7 @@ def test_kernels_compile_at_path_with_space(
 
 @compiled
 def test_kernels_without_home_folder(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As of a container's user that only has a number."""
+    """A container's user may be a number without a home folder."""
     for name in ("HOME", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(pwd, "getpwuid", {}.__getitem__)

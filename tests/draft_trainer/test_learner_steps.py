@@ -1,4 +1,4 @@
-"""What makes a step what it is: its rate, its data, its clipping, its target, and no chance."""
+"""The determinants of a step: its rate, its data, its clipping, its target, and no chance."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_step_without_valid_anchor_changes_nothing() -> None:
 
 
 def test_step_leaves_out_samples_past_sliding_window(caplog: pytest.LogCaptureFixture) -> None:
-    """As those of a store, stored before ``ttt_steps`` was raised."""
+    """Samples may have been stored before ``ttt_steps`` was raised."""
     policy = Policy()
     samples, heads = policy.samples(9), policy.heads()
     longest = max(sample.tokens for sample in samples)

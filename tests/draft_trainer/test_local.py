@@ -46,7 +46,7 @@ def assert_ended(threads: set[threading.Thread]) -> None:
 
 @pytest.fixture
 def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where temporary folders are made."""
+    """The folder in which temporary folders are made."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "state"))
     (tmp_path / "state").mkdir()
     return tmp_path / "state"
@@ -123,7 +123,7 @@ def test_local_trainer_with_named_port_and_registry(
 def test_local_trainer_interrupted_stop_frees_registry(
     draft_dir: Path, state: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In a notebook the process goes on, and only its end would free what it holds."""
+    """A notebook's process goes on, and only its end would free what it holds."""
     named = {"draft": {"registry": str(tmp_path / "releases")}}
 
     def interrupt(*_: object) -> None:

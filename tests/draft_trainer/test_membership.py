@@ -1,4 +1,4 @@
-"""Who belongs to the fleet."""
+"""The members of the fleet, as they come and go."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ T = "slipstream_trainer_"
 
 
 class Trainer:
-    """What a scrape reads, without a server."""
+    """The sources of a scrape, without a server."""
 
     def __init__(self) -> None:
         self.counters, self.refused, self.status = Counters(), Refusals(), TrainerStatus()

@@ -99,7 +99,7 @@ def _inputs() -> dict[str, Tensor]:
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Tensor]]:
-    """What vLLM's module computes of each family's release."""
+    """Run vLLM's module on each family's release."""
     pytest.importorskip("vllm")
     folder = tmp_path_factory.mktemp("families")
     releases = {name: folder / name for name in _DOCUMENTS}
@@ -121,7 +121,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Tens
 def test_mtp_steps_equal_vllms(
     served: dict[str, dict[str, Tensor]], name: str, first_anchor: int
 ) -> None:
-    """What the next step is given, and the logits, of every anchor and step."""
+    """The next step's input and the logits are equal at every anchor and step."""
     head, inputs, theirs = _head(name), _inputs(), served[name]
     batch = SimpleNamespace(
         embeds=inputs["embeds"][None],

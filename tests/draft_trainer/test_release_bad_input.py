@@ -1,4 +1,4 @@
-"""What cannot be published is refused with its reason, and fleet, pointer and folder stay."""
+"""A draft that cannot be published is refused with its reason; fleet, pointer and folder stay."""
 
 from __future__ import annotations
 

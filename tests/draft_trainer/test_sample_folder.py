@@ -107,7 +107,7 @@ def test_samples_folder_with_foreign_files_is_refused(tmp_path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("precious")
     error = refused(tmp_path, here)
-    assert "something else" in error.found and "nothing was removed" in error.next_step
+    assert "other files" in error.found and "nothing was removed" in error.next_step
     # Not with an empty marker beside them either, as a kill may leave one in an empty folder.
     (here / MARKER).touch()
     assert "an empty" in refused(tmp_path, here).found

@@ -21,14 +21,14 @@ LENGTH = 40
 
 
 def batch_of(drafts: int, accepted: Sequence[int]) -> Batch:
-    """Of drafts of ``K`` tokens."""
+    """Make a batch of drafts of ``K`` tokens."""
     return Batch((drafts,) * len(accepted), tuple(accepted))
 
 
 def reports(
     rng: np.random.Generator, count: int, good: tuple[float, float] = (4.0, 2.0)
 ) -> Iterator[Batch]:
-    """What a server with ``IN_FLIGHT`` sequences reports: six steps at a time."""
+    """Simulate the reports of a server with ``IN_FLIGHT`` sequences: six steps at a time."""
     rate = rng.beta(*good, IN_FLIGHT)
     for _ in range(count):
         accepted = np.zeros(K, int)
@@ -63,7 +63,7 @@ def first_decision(
 
 
 def test_equal_draft_is_rarely_rolled_back() -> None:
-    """At the worst place of the null, a loss of exactly ``max_loss`` = 0, alpha = 0.05."""
+    """The case is the worst of the null: a loss of exactly ``max_loss`` = 0, alpha = 0.05."""
     config = CanaryConfig(max_loss=0.0, alpha=0.05)
     rng = np.random.default_rng(0)
     false_alarms = sum(first_decision(rng, config)[0] is False for _ in range(400))

@@ -372,7 +372,7 @@ def test_slow_sample_store_stalls_no_other_call(
         with open_channel(server.address) as channel:
             with server._store._lock:
                 stream = Stream(client)
-                until(lambda: bool(server.runs._streaming))
+                until(lambda: bool(server.runs._open_streams))
                 _serves(channel)
             with stream:
                 stream.finish()

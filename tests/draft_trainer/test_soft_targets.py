@@ -61,7 +61,7 @@ def _dense(
 def test_soft_target_loss_matches_dense_softmax(
     target: Target, chunk_rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """To 1e-5 in float32, whatever the size of a chunk, at a loss weighted from outside by 3."""
+    """They match to 1e-5 in float32, for any chunk size, at a loss weighted from outside by 3."""
     monkeypatch.setattr(soft_targets, "_CHUNK_BYTES", chunk_rows * (STEPS + 1) * VOCAB * 4)
     monkeypatch.setattr(soft_targets, "_BLOCK_ELEMENTS", 5 * VOCAB)
     hidden, lm_head, *rest = _case()

@@ -52,7 +52,7 @@ def fill(state: State) -> None:
 
 
 def test_closed_registry_is_unlocked_despite_forks(tmp_path: Path) -> None:
-    """As a training framework forks the workers of its data loader."""
+    """A training framework forks the workers of its data loader so."""
     state, samples = State(tmp_path), SampleFolder(None, tmp_path)
     waits, ends = os.pipe()
     child = os.fork()

@@ -343,7 +343,7 @@ def test_store_size_is_bounded_over_a_run(tmp_path: Path) -> None:
 
 
 def test_draws_table_is_bounded_without_states(tmp_path: Path) -> None:
-    """With ``training.state_every_steps = 0``, or on a full disk: what is forgotten has none."""
+    """Forgotten samples keep no draws, with ``state_every_steps = 0`` or on a full disk."""
     store = open_store(tmp_path, 20 * SIZE, ledger_entries=50, max_epochs=2)
     store.begin("run", {})
     for number in range(400):

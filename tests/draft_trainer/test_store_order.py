@@ -1,4 +1,4 @@
-"""What the sample store evicts and draws first."""
+"""The order in which the sample store evicts and draws."""
 
 from __future__ import annotations
 

@@ -127,7 +127,7 @@ def test_state_folder_removes_leftovers_of_kills(tmp_path: Path) -> None:
 
 
 def test_settled_weights_are_saved_at_the_end(tmp_path: Path) -> None:
-    """As after a candidate that was better nearer to the served draft."""
+    """Weights settle after a candidate that was better nearer to the served draft."""
     policy, served = Policy(), head(0)
     learner = Learner(head(0), TrainingConfig(warmup_steps=0, ttt_steps=2))
     states, position = LearnerStates(tmp_path, FACTS, 1), Position(0, "run", 1)

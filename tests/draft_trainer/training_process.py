@@ -39,7 +39,7 @@ HEADS: dict[str, Callable[[int], Draft]] = {
     "draft_model": draft_model_head,
     "dflash": dflash_head,
 }
-"""By mechanism, of a seed."""
+"""The heads of a seed, by mechanism."""
 
 
 def main() -> None:
@@ -76,7 +76,7 @@ def train_here(folder: Path, epochs: int, kind: str = "eagle3") -> None:
 
 
 def train(options: argparse.Namespace, ranks: Ranks) -> None:
-    """From the newest state to the end of the last epoch."""
+    """Train from the newest state to the end of the last epoch."""
     samples = Policy(0, 4.0).samples(32)
     head = HEADS[options.kind](ranks.rank)
     heads = Policy(0, 4.0).heads(rows=head.target_ids())

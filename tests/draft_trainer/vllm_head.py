@@ -111,7 +111,7 @@ class _Chain(nn.Module):
 
 
 def run_mtp(head: str, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-    """What an MTP head gives for each anchor: a chain of steps, as vLLM's V1 runner drafts.
+    """Run an MTP head at each anchor: a chain of steps, as vLLM's V1 runner drafts.
 
     Args:
         head: a release, which is also taken for the policy's configuration.
@@ -164,7 +164,7 @@ def run_mtp(head: str, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 class _Plain:
-    """Of an lm_head: the product with the rows that it was given."""
+    """An lm_head's method: the product with the rows that it was given."""
 
     def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
         return F.linear(x, layer.weight, bias)

@@ -1,4 +1,4 @@
-"""What a GPU would launch, move and hold, counted on meta tensors: nothing is computed.
+"""Counts what a GPU would launch, move and hold, on meta tensors: nothing is computed.
 
 A tensor that is not on the CPU takes the branches of a GPU, so the code under test is what runs
 there. Counted is what torch dispatches: an operator that is not a view is one launch, and it moves

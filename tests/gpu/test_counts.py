@@ -1,4 +1,4 @@
-"""What a GPU would do for the draft of an 8B policy: launches, waits, bytes and memory.
+"""The work of a GPU for the draft of an 8B policy: launches, waits, bytes and memory.
 
 See ``emulation``: the code takes a GPU's branches, nothing is computed. The bounds are what the
 code reaches, rounded up: a change that needs more of anything fails here.

@@ -1,4 +1,4 @@
-"""On a GPU, where there is one: the draft's numbers, its waits, its states and its memory."""
+"""The draft's numbers, waits, states and memory on a GPU, where there is one."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ class Event:
 
 @pytest.fixture
 def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What happens on the streams of a GPU on which every learner is."""
+    """Log what happens on the streams of a GPU on which every learner is."""
     found: list[str] = []
     training = Stream(found, "training")
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: Stream(found, "copies"))

@@ -62,7 +62,7 @@ def chi_square_p_value(
 
 
 Z_BOUND = 3.9
-"""Of ``Surprise``: refuses the null in one run of 10,000 for each of its sums."""
+"""The bound of ``Surprise``: refuses the null in one run of 10,000 for each of its sums."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ class SurpriseSums:
         self._tokens += len(tokens)
 
     def result(self) -> Surprise:
-        """Of all that was added."""
+        """Return the surprise of all that was added."""
         nll, argmax = (self._sums / self._variances.sqrt()).tolist()
         return Surprise(nll, argmax, self._tokens)
 

@@ -33,10 +33,10 @@ from tests.rollout_server.live import Live
 pytestmark = [pytest.mark.contract("lossless"), pytest.mark.slow]
 
 PROMPTS = {"V1": 64, "V2": 8}
-"""By runner: V2 is interpreted."""
+"""The prompts by runner: V2 is interpreted."""
 SAMPLES = 8
 NOISE, SHARPNESS = 0.5, 0.7
-"""Of the second policy: noise in a matrix's own spread, and the factor of its logits."""
+"""The second policy's noise in a matrix's own spread, and the factor of its logits."""
 
 
 @pytest.fixture(scope="module")

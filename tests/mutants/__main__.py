@@ -51,7 +51,7 @@ class Mutant:
     new: str
 
     def refusal(self) -> str:
-        """Why it cannot be made; empty if it can."""
+        """Return why it cannot be made; empty if it can."""
         gone = [path for path in (self.file, *self.tests) if not (ROOT / path).exists()]
         found = 0 if gone else (ROOT / self.file).read_text().count(self.old)
         what = f"there is no {', '.join(gone)}" if gone else f"its text is there {found} times"

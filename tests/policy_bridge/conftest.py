@@ -90,7 +90,7 @@ def trainer() -> FakeTrainer:
 
 @pytest.fixture
 def side(monkeypatch: pytest.MonkeyPatch) -> Iterator[Copier]:
-    """Of a device."""
+    """Make the copier of a device."""
     made = Streams(monkeypatch).copier()
     yield made
     made.close()

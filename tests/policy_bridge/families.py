@@ -129,8 +129,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "Mamba": ("MambaForCausalLM", {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 3}),
 }
-"""By the name that people use: the transformers class and its configuration. Caps and factors are
-far from 1, so that a teacher without them is far from a distribution."""
+"""The transformers classes and their configurations, by the names that people use. Caps and factors
+are far from 1, so that a teacher without them is far from a distribution."""
 
 
 def make(family: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
@@ -146,7 +146,7 @@ def make(family: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
 
 
 def masses(model: PreTrainedModel, samples: list[Sample], form: LogitForm) -> torch.Tensor:
-    """Of p = exp(y / T - log Z) over the whole vocabulary, for every token of the loss masks."""
+    """Sum p = exp(y / T - log Z) over the whole vocabulary, for every token of the loss masks."""
     head = model.get_output_embeddings()
     found = []
     for sample in samples:
@@ -160,7 +160,7 @@ def masses(model: PreTrainedModel, samples: list[Sample], form: LogitForm) -> to
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a family.
+    """The outcome of a family.
 
     Attributes:
         lm_head: "plain", or what makes its logits more than h @ W.T; "tied" where it is tied.

@@ -131,7 +131,7 @@ POLICIES: dict[str, Callable[[], nn.Module]] = {
 
 
 def check_states(windows: Windows, model: nn.Module, data: Batch) -> None:
-    """What was captured is what the policy says of itself, at temperature 1."""
+    """Assert that what was captured is what the policy says of itself, at temperature 1."""
     *_, inner = unwrapped(model)
     # The same micro-batches: a product's last bits depend on its shape.
     for micro in micro_batches(data):

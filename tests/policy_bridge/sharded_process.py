@@ -1,4 +1,4 @@
-"""What a rank of a sharded policy checks, in a process group (``tests.adapters.ranks``)."""
+"""The checks of a rank of a sharded policy, in a process group (``tests.adapters.ranks``)."""
 
 from __future__ import annotations
 

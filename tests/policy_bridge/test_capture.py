@@ -1,4 +1,4 @@
-"""What is captured equals what the policy computed; what the policy computes is untouched."""
+"""The captured states equal what the policy computed; what it computes is untouched."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What must not be shipped: wrong calls, states that moved, models that do not fit."""
+"""The states that must not be shipped: wrong calls, states that moved, models that do not fit."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_states_written_in_place_are_refused(trainer: FakeTrainer, connect: Conn
 
 
 class PastTheCounters(torch.optim.Optimizer):
-    """As optimizers of extensions write."""
+    """An optimizer that writes as those of extensions do."""
 
     def __init__(self, params: Iterable[torch.Tensor]) -> None:
         super().__init__(params, {})
@@ -166,13 +166,13 @@ def test_bridge_close_ends_open_window(trainer: FakeTrainer, connect: Connect) -
 
 
 def a_shard_of_the_vocabulary(model: Qwen3ForCausalLM) -> None:
-    """As of a tensor-parallel lm_head that returns plain tensors."""
+    """Act as a tensor-parallel lm_head that returns plain tensors."""
     weight = model.lm_head.weight
     model.lm_head.forward = lambda states: functional.linear(states, weight[: VOCAB // 2])
 
 
 def without_padding(model: Qwen3ForCausalLM) -> None:
-    """As of a vocabulary that is padded to a round number, whose model cuts its logits."""
+    """Cut the logits, as a model does whose vocabulary is padded to a round number."""
     model.register_forward_hook(lambda _, __, output: output.logits[..., : VOCAB - 4])
 
 

@@ -44,7 +44,7 @@ REFUSED = {
     "OPT, projected": "expected 16, the input of lm_head",
     "Mamba": "modules.decoder_layers: found none of",
 }
-"""What is not trained on, and why."""
+"""The families that are not trained on, and why."""
 
 FP8 = {
     "quant_method": "fp8",
@@ -344,7 +344,7 @@ def test_constant_added_to_every_logit_is_accepted(trainer: FakeTrainer, connect
 def test_fused_loss_logits_checked_by_logprobs(
     trainer: FakeTrainer, connect: Connect, right: bool
 ) -> None:
-    """Of a policy whose lm_head is never called there are no logits to compare."""
+    """A policy whose lm_head is never called has no logits to compare."""
     model, data = make_model(), batch((20, 15))
     paths = ModulePaths(final_norm="model.norm")
     bridge = connect(model=model, modules=paths, version=1)

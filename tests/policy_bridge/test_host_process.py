@@ -1,4 +1,4 @@
-"""What a bridge leaves alone in the training process that it is in."""
+"""The parts of its training process that a bridge leaves alone."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_bridge_leaves_random_state_alone(connect: Connect) -> None:
 def test_python_without_memfd_create_sends_inline(
     trainer: FakeTrainer, connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As uv's."""
+    """uv's Python has no memfd_create."""
     monkeypatch.delattr(os, "memfd_create")
     model = make_model()
     bridge = connect(model=model, version=1, transport="grpc", strict=True)

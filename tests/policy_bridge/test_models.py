@@ -74,7 +74,7 @@ def test_gradients_bit_identical_with_capture_on_and_off(
 
 
 def compiled_calls(model: nn.Module) -> list[object]:
-    """What each module that was compiled in place runs."""
+    """Return what each module that was compiled in place runs."""
     return [module._compiled_call_impl for module in model.modules()]
 
 
@@ -105,7 +105,7 @@ def test_policy_compiled_whole_refused(make: Callable[[], nn.Module]) -> None:
 
 
 def test_layers_in_module_dict_are_found() -> None:
-    """As in NeMo Automodel's own models."""
+    """NeMo Automodel's own models have them so."""
     model = tiny_qwen3()
     layers = [*model.model.layers]
     model.model.layers = nn.ModuleDict({str(n): layer for n, layer in enumerate(layers)})
@@ -188,7 +188,7 @@ def test_push_keeps_router_bias_in_float32(dtype: torch.dtype) -> None:
 
 
 def test_push_keeps_float32_tensor_beside_float16() -> None:
-    """Of a policy that is no model of transformers."""
+    """The policy is not a model of transformers."""
     given = {"w": torch.ones(3, dtype=torch.float16), "bias": torch.full((2,), 34.51)}
     cast = policy_tensors(given, "bfloat16")
     assert cast["w"].dtype == torch.bfloat16 and torch.equal(cast["bias"], given["bias"])

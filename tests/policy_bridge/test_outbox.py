@@ -178,7 +178,7 @@ def test_outbox_move_to_file_keeps_intact_samples(counters: Counters, tmp_path: 
 def test_outbox_sample_shed_while_it_moves_frees_its_memory_once(
     counters: Counters, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is put afterwards has all of the file, and keeps its bytes."""
+    """The next sample has all of the file, and keeps its bytes."""
     units = 96  # A lost part of this size is more than the gaps that a file has room for.
     outbox = Outbox(4 * units * UNIT, counters)
     for name in "abcd":

@@ -35,7 +35,7 @@ def test_peft_optimizer_step_counts_as_moved() -> None:
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("reference", [None, "ref"])
 def test_peft_reference_pass_is_not_captured(reference: str | None, late: bool) -> None:
-    """As of a KL term, between the policy's own pass and ``ship``: with other adapters, or none."""
+    """A KL term has such a pass before ``ship``: with other adapters, or none."""
     data, model = batch((9, 5, 12)), tiny_qwen3()
     config = peft.LoraConfig(r=2, init_lora_weights=False, target_modules=["q_proj", "down_proj"])
     policy = peft.get_peft_model(model, config) if not late else model
@@ -88,7 +88,7 @@ def test_pass_with_dropout_refused_and_gradients_unchanged(
 
 
 def test_peft_dropout_added_after_start_seen_at_next_sync() -> None:
-    """As TRL's: ``GRPOTrainer(peft_config=...)`` is given a model that has its bridge already."""
+    """TRL adds it so: ``GRPOTrainer(peft_config=...)`` is given a model that has its bridge."""
     double, model = FakeTrainer(layers=LAYERS), tiny_qwen3()
     double.vocab_ids = torch.arange(model.config.vocab_size)
     with (

@@ -82,7 +82,7 @@ def test_busy_trainer_announcement_is_retried(trainer: FakeTrainer, connect: Con
 def test_lost_stream_file_freed_before_next_is_created(
     trainer: FakeTrainer, connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With shared memory for one file at a time, the second stream has one too."""
+    """The second stream has a file too, with shared memory for only one at a time."""
     create, files = SharedFile.create, list[weakref.ref[SharedFile]]()
 
     def one_at_a_time(directory: Path, nbytes: int) -> SharedFile:

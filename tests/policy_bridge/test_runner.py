@@ -1,4 +1,4 @@
-"""Where choice and copies run, what is waited for, and what becomes of what waits."""
+"""The threads of choice and copies, what is waited for, and what becomes of what waits."""
 
 from __future__ import annotations
 

@@ -90,22 +90,22 @@ def test_experts_of_wrapped_policy_pushed_as_checkpoint(one_rank: None) -> None:
 
 
 def nothing(weight: torch.nn.Parameter) -> None:
-    """As DeepSpeed ZeRO-3, between the passes."""
+    """Leave nothing, as DeepSpeed ZeRO-3 between the passes."""
     weight.data = torch.empty(0)
 
 
 def a_shard(weight: torch.nn.Parameter) -> None:
-    """As FSDP1 with ``use_orig_params``."""
+    """Leave a shard, as FSDP1 with ``use_orig_params``."""
     weight.data = weight.data.flatten()[:7].clone()
 
 
 def no_memory(weight: torch.nn.Parameter) -> None:
-    """As FSDP1 without."""
+    """Free the memory, as FSDP1 without ``use_orig_params``."""
     weight.untyped_storage().resize_(0)
 
 
 def offloaded(weight: torch.nn.Parameter) -> None:
-    """As accelerate's ``device_map`` and ``cpu_offload``, between the passes."""
+    """Offload it, as accelerate's ``device_map`` and ``cpu_offload`` between the passes."""
     torch.utils.swap_tensors(weight, torch.nn.Parameter(weight.to("meta")))
 
 
@@ -177,7 +177,7 @@ def test_states_on_several_devices_turn_capture_off(
 def test_cpu_offloaded_shards_gathered_on_mesh_device(
     one_rank: None, monkeypatch: pytest.MonkeyPatch, backends: str, device: str
 ) -> None:
-    """As of a policy that is offloaded to the CPU, with NCCL alone or with gloo beside it."""
+    """The policy is offloaded to the CPU, with NCCL alone or with gloo beside it."""
     model = tiny_qwen3()
     fully_shard(model)
     monkeypatch.setattr(DeviceMesh, "device_type", "meta")
@@ -208,7 +208,7 @@ def test_rank_out_of_memory_while_gathering_ends_sync(
 
 @pytest.mark.parametrize("alone", [False, True])
 def test_fsdp_cast_logits_keep_dtype_that_rounded_them(one_rank: None, alone: bool) -> None:
-    """As NeMo RL's DTensor worker: float32 weights, bfloat16 products, float32 results."""
+    """NeMo RL's DTensor worker has float32 weights, bfloat16 products, float32 results."""
     model, data = make_model(), batch((9, 7))
     kept = {"param_dtype": torch.bfloat16, "output_dtype": torch.float32}
     parts = [*model.model.layers, *([model.lm_head] if alone else []), model]
@@ -342,7 +342,7 @@ def test_shards_written_without_step_count_as_moved(one_rank: None, write: str) 
 def test_step_on_shards_assigned_after_start_is_seen(
     one_rank: None, connect: Connect, run: bool
 ) -> None:
-    """As ``load_state_dict(assign=True)`` of a resumed job leaves them."""
+    """A resumed job's ``load_state_dict(assign=True)`` leaves them so."""
     model, data = make_model(), batch((9, 7))
     fully_shard(model)
     bridge = connect(model=model)

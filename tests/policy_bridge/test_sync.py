@@ -55,7 +55,7 @@ def commit_all(trainer: FakeTrainer, rollouts: Rollouts) -> None:
 
 
 def test_sync_error_and_stats_can_be_pickled() -> None:
-    """As Ray and torch.distributed carry them: pickled, and copied field by field."""
+    """Ray and torch.distributed carry them pickled, and copied field by field."""
     error = PolicySyncError("staged", {"host:1": "it is gone"}, SyncResult(3, policy_pushed=True))
     again = pickle.loads(pickle.dumps(error))  # noqa: S301
     assert (str(again), again.errors, again.result) == (str(error), error.errors, error.result)

@@ -80,19 +80,19 @@ class Windows:
 
 
 def logits_of(model: nn.Module, micro: Batch) -> torch.Tensor:
-    """Of a Hugging Face model, or of one that returns a tensor."""
+    """Return the logits of a Hugging Face model, or of one that returns a tensor."""
     out = model(micro["input_ids"], attention_mask=micro["attention_mask"])
     return out if isinstance(out, torch.Tensor) else out.logits
 
 
 def own_logprobs(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """Of each token given those before it, [B, S - 1]: of logits [B, S, V] and ids [B, S]."""
+    """Return each token's log-prob given those before it, [B, S - 1], from logits [B, S, V]."""
     log_p = logits[:, :-1].float().log_softmax(-1)
     return log_p.gather(-1, ids[:, 1:, None].long()).squeeze(-1)
 
 
 def loss_of(logits: torch.Tensor, micro: Batch) -> torch.Tensor:
-    """Of a policy gradient: the log-probs where the loss mask is set."""
+    """Return a policy gradient's loss: the sum of log-probs where the loss mask is set."""
     return (own_logprobs(logits, micro["input_ids"]) * micro["loss_mask"][:, 1:]).sum()
 
 
@@ -136,7 +136,7 @@ def step_on_packed_rows(model: nn.Module, data: Batch, capture: Capture | NullCa
 def gradients(
     model: nn.Module, data: Batch, windows: Windows | None, step: Step = step_on_given_logprobs
 ) -> list[torch.Tensor]:
-    """Of a policy gradient inside one window, or without one."""
+    """Return the gradients of a policy gradient's loss inside one window, or without one."""
     return gradients_in(NullCapture() if windows is None else windows.open(), model, data, step)
 
 

@@ -57,7 +57,7 @@ class Drafts:
             load(self.draft, self.model_config, self.sources[release].weights())
 
     def commit(self, new: WeightSource, old: WeightSource, standby: Standby) -> Result:
-        """As a worker applies it."""
+        """Commit as a worker does."""
         live = LiveModel(self.draft, self.model_config, standby)
         with self.current():
             return apply_all([(Change("draft", new, old), live)])

@@ -36,7 +36,7 @@ class ForkedService(Service):
 
     @classmethod
     def instead_of(cls, service: Service) -> ForkedService:
-        """Of one that was not started."""
+        """Make one in place of a service that was not started."""
         return cls(service.name, service._argv, service.log, service.health, service._env)
 
     @staticmethod
@@ -53,7 +53,7 @@ class ForkedService(Service):
 
 
 class _Forked:
-    """What is needed of a ``subprocess.Popen`` of ``rollout-server``.
+    """The needed part of a ``subprocess.Popen`` of ``rollout-server``.
 
     Args:
         argv: the command line; its first word is for messages.
@@ -87,13 +87,13 @@ class _Forked:
         return self.returncode
 
     def send_signal(self, number: int) -> None:
-        """To this process alone, if it runs."""
+        """Send a signal to this process alone, if it runs."""
         if self.returncode is None:
             os.kill(self.pid, number)
 
 
 def _run(argv: list[str], env: Mapping[str, str], log: str) -> None:
-    """In the fork: become what ``Popen`` would start, then the command."""
+    """Become, in the fork, what ``Popen`` would start, then the command."""
     gc.freeze()  # vLLM collects garbage while it starts: not among all that was imported
     os.setsid()
     output = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)

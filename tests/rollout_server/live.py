@@ -1,4 +1,4 @@
-"""What the live tests do to a running server: generate, and read counters."""
+"""The live tests' actions on a running server: generate, and read counters."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from tests.waiting import until
 IN_FLIGHT = 32
 Completion = tuple[int, ...]
 TRITON = Path(sys.prefix) / "triton"
-"""Where `make test` installs Triton, which no other process finds."""
+"""The folder in which `make test` installs Triton, which no other process finds."""
 V2_ENV = {
     "PYTHONPATH": f"{ROOT / 'tests' / 'runner_v2'}:{TRITON}",
     "TRITON_INTERPRET": "1",
     "VLLM_USE_V2_MODEL_RUNNER": "1",
 }
-"""Of a server with Model Runner V2 and asynchronous scheduling: tests/runner_v2 says how."""
+"""The environment of a V2 server with asynchronous scheduling: tests/runner_v2 says how."""
 V2_REQUESTS = 3
-"""That a V2 server runs at once: the interpreter takes tens of milliseconds a request and step."""
+"""The requests a V2 server runs at once: the interpreter takes tens of ms a request and step."""
 
 
 V2_SLOW = pytest.mark.parametrize(
@@ -42,7 +42,7 @@ V2_SLOW = pytest.mark.parametrize(
     ids=["V1", "V2"],
     indirect=True,
 )
-"""Of a test that the fast tier runs with V1 alone."""
+"""The parameters of a test that the fast tier runs with V1 alone."""
 
 
 def prompts(count: int, seed: int = 0) -> list[list[int]]:

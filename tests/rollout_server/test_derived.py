@@ -21,7 +21,7 @@ DERIVED = {
     "model._k_norm_weights": (2, 32),
     "model._hidden_norm_weight": (192,),
 }
-"""Of two layers with two key heads of 32; the example's policy has no bias."""
+"""The sizes for two layers with two key heads of 32; the example's policy has no bias."""
 
 
 def load(policy_dir: Path, releases: list[Path]) -> Drafts:
@@ -91,7 +91,7 @@ def test_failed_commit_keeps_derived_tensors(drafts: Drafts) -> None:
 def test_standby_copy_without_derived_tensors_is_refused(
     drafts: Drafts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As a vLLM would whose load_weights no longer does."""
+    """A vLLM whose load_weights no longer derives them would leave such a copy."""
     monkeypatch.setattr(type(drafts.draft.model), "_build_fused_kv_buffers", lambda self: None)
     copy = StandbyCopy(drafts.policy, drafts.draft)
     copy.load(drafts.sources[1].weights())

@@ -21,7 +21,7 @@ TOKENS = list(range(12))
 
 
 class Caching:
-    """As much of vLLM's engine core as hashes prompts and keeps requests, with its own ``Request``.
+    """The part of vLLM's engine core that hashes prompts and keeps requests, with its ``Request``.
 
     ``prepare`` is what its thread for input does, ``scheduler.add_request`` what the engine does.
     With ``schedule``, that of vLLM's scheduler, there is a KV connector.

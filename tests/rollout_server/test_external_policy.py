@@ -123,7 +123,7 @@ def test_failed_transfer_keeps_old_policy(
 def test_transfer_failing_half_way_ends_server(
     live: Live, policy_dir: Path, tmp_path: Path
 ) -> None:
-    """Where the earlier one came from are other weights by now, as in a trainer's memory."""
+    """The earlier one's source has other weights by now, as a trainer's memory would."""
     policy, held, torn = load(policy_dir), tmp_path / "held", tmp_path / "torn"
     save_file(policy, held)
     stage_external(live, "earlier", 30, json.dumps({"path": str(held)}))

@@ -1,4 +1,4 @@
-"""On real vLLM: a ruined draft that is forced on the fleet, and a server that is read back."""
+"""A ruined draft that is forced on the fleet, and a server that is read back, on real vLLM."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is left of the device's memory: emulated, with CUDA tensors that have no memory."""
+"""The free memory of the device: emulated, with CUDA tensors that have no memory."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def test_standby_copy_is_pinned_when_device_is_full(
 def test_free_bytes_with_cuda_malloc_async_are_the_drivers(
     device: types.SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With PYTORCH_CUDA_ALLOC_CONF=backend:cudaMallocAsync torch keeps no segments."""
+    """torch keeps no segments with PYTORCH_CUDA_ALLOC_CONF=backend:cudaMallocAsync."""
 
     def memory_snapshot() -> list[dict[str, Any]]:
         raise RuntimeError("cudaMallocAsync does not yet support snapshot")
@@ -266,7 +266,7 @@ class Copied:
 def test_undo_swaps_back_without_room_for_reload(
     device: types.SimpleNamespace, server: types.SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As where another rank refused it: what was live is still being read."""
+    """The old weights are still being read, as where another rank refused the new ones."""
     waited = threading.Event()
 
     class Slow(Copied):

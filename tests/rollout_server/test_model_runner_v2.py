@@ -26,7 +26,7 @@ K = 3
 
 
 def test_speculation_off_skips_draft_forward() -> None:
-    """Where nothing was planned; warm-ups and what the scheduler will verify still draft."""
+    """A step without plans skips it; warm-ups and what the scheduler will verify still draft."""
     calls: list[dict[str, Any]] = []
 
     def propose(batch: Any, **named: Any) -> torch.Tensor:

@@ -35,7 +35,7 @@ def pid_of(supervisor: subprocess.Popen[str]) -> int:
 
 
 def end(supervisor: subprocess.Popen[str]) -> int:
-    """As if the owner died: the kernel closes what it held."""
+    """Act as if the owner died: the kernel closes what it held."""
     assert supervisor.stdin is not None
     supervisor.stdin.close()
     return supervisor.wait(WAIT)

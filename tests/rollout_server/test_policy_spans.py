@@ -1,4 +1,4 @@
-"""Which policy version sampled which token, and the header that says so."""
+"""The policy version that sampled each token, and the header that says so."""
 
 from __future__ import annotations
 

@@ -183,7 +183,7 @@ def test_refused_command_line_exits_with_status_2(
 
 
 def test_plugin_without_mark_imports_nothing() -> None:
-    """As in a user's own vLLM in the same environment; it must not even import torch."""
+    """The plugin must not even import torch in a user's own vLLM of the same environment."""
     code = (
         "import sys; from rollout_server import plugins; plugins.register_general();"
         "assert plugins.make_endpoint_plugin().required_tasks == ();"

@@ -47,7 +47,7 @@ def write(directory: Path, tensors: dict[str, torch.Tensor] = HEAD, **changes: o
 
 
 def specs_of(tensors: dict[str, torch.Tensor]) -> list[tensor_pb2.TensorSpec]:
-    """In their order."""
+    """Return the specs in the order of the tensors."""
     return [spec_of(name, tensor) for name, tensor in tensors.items()]
 
 
@@ -277,7 +277,7 @@ async def plane(
 def staged(
     folder: Path, tied: tuple[str, ...], tensors: dict[str, torch.Tensor]
 ) -> tuple[list[str], bool]:
-    """Of a policy that is pushed: names that are kept, and whether lm_head is asked for."""
+    """Return the names that are kept of a pushed policy, and whether lm_head is asked for."""
 
     async def begin() -> tuple[Weights, Upload]:
         settings = Settings(folder, None, open_to_all(), draft_kind="none")
@@ -339,8 +339,10 @@ def test_first_draft_is_held_without_tied_lm_head(tied: tuple[str, ...], tmp_pat
 
 
 def test_first_draft_is_held_without_shared_embeddings(tmp_path: Path) -> None:
-    """To go back to it by loading it would write the embeddings of its checkpoint into the policy.
-    Other trainers save a copy of them, which vLLM takes for the policy's own."""
+    """Loading it again would write the embeddings of its checkpoint into the policy.
+
+    Other trainers save a copy of them, which vLLM takes for the policy's own.
+    """
     tensors = {name: torch.ones(16, 8) for name in ("embed_tokens.weight", "fc.weight")}
     draft = write(tmp_path / "draft", tensors)
     settings = Settings(draft, draft, open_to_all(), draft_kind="eagle3")
@@ -378,7 +380,7 @@ def test_shared_parameters_are_refused_if_stages_write_them() -> None:
 
 
 class Fused(nn.Module):
-    """As vLLM's DFlash: copies of its projections, made when the checkpoint was loaded."""
+    """A module that copies its projections when a checkpoint is loaded, as vLLM's DFlash does."""
 
     def __init__(self, policy: nn.Module) -> None:
         super().__init__()

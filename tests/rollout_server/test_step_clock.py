@@ -1,4 +1,4 @@
-"""Which engine steps are timed, and as what."""
+"""The engine steps that are timed, and as what."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rollout_server.engine_core import StepClock
 
 
 class Core:
-    """As much of vLLM's ``EngineCore`` as is looked at, with a clock that only steps move."""
+    """The part of vLLM's ``EngineCore`` that is looked at, with a clock that only steps move."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 0.0
@@ -122,7 +122,7 @@ def test_busy_step_lasts_from_output_to_output(core: Core) -> None:
 
 @pytest.mark.parametrize("pause", [False, True])
 def test_interrupted_step_is_not_timed(core: Core, pause: bool) -> None:
-    """By a worker call, or by a pause."""
+    """A worker call or a pause interrupts it."""
     core.step(1.0, [3])
     if pause:
         core.scheduler.set_pause_state("PAUSED_ALL")
@@ -136,7 +136,7 @@ def test_interrupted_step_is_not_timed(core: Core, pause: bool) -> None:
 
 
 def test_step_in_flight_at_worker_call_is_not_timed(core: Core) -> None:
-    """With asynchronous scheduling its output waits for the engine after the call."""
+    """Its output waits for the engine after the call, with asynchronous scheduling."""
     core.switch.enabled = False
     core.step(1.0, [0, 0])
     core.batch_queue = [("future", "planned while drafting was off")]

@@ -1,4 +1,4 @@
-"""When the engine is asked what its steps took, and when plain steps are probed."""
+"""The times at which the engine is asked what its steps took, and plain steps are probed."""
 
 from __future__ import annotations
 

@@ -92,7 +92,7 @@ def test_standby_copy_loads_through_its_own_layers(recorded: bool) -> None:
 
 
 def test_prepare_refuses_checkpoint_without_part_of_matrix(drafts: Drafts, tmp_path: Path) -> None:
-    """Of a fused matrix the part that is missing would be served as zeros."""
+    """The missing part of a fused matrix would be served as zeros."""
     weights = {n: t for n, t in drafts.sources[1].weights() if "v_proj" not in n}
     assert len(weights) == len([*drafts.sources[1].weights()]) - 1
     save_file(weights, tmp_path / "model.safetensors")
@@ -312,7 +312,7 @@ def test_read_back_sees_written_draft_not_pushed_policy() -> None:
 
 def test_draft_preserved_over_sleep_level_2_reads_back_same() -> None:
     class Keeper(Worker):
-        """With ``sleep_preserve_parameter_names``."""
+        """A worker with ``sleep_preserve_parameter_names``."""
 
     watch_sleep(Keeper)
     worker = Keeper()

@@ -1,4 +1,4 @@
-"""What a stage leaves in the store when its caller leaves."""
+"""The store after the caller of a stage left."""
 
 from __future__ import annotations
 

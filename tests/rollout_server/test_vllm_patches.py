@@ -30,7 +30,7 @@ class Model(nn.Module):
 
 
 def load(proposer_class: type) -> tuple[Model, Model]:
-    """What vLLM does to a draft and its verifier after loading both."""
+    """Do what vLLM does to a draft and its verifier after loading both."""
     weight = torch.randn(6, 4)
     policy, draft = Model(weight), Model(weight)
     proposer: Any = proposer_class.__new__(proposer_class)
@@ -177,7 +177,7 @@ def test_convolution_patch_follows_second_load() -> None:
     current_platform.import_kernels()
 
     def pushed(method: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """What the model reads after a second load, and what it should read."""
+        """Return what the model reads after a second load, and what it should read."""
         layer = nn.Module()
         for _ in range(2):
             weight = torch.randn(64, 1, 4, dtype=torch.bfloat16)

@@ -1,4 +1,4 @@
-"""Which vLLM is refused, before anything is loaded, and where its names are looked for."""
+"""The vLLM versions that are refused before anything is loaded, and the places of its names."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ def token_files(folder: Path) -> TokenFiles:
 
 
 def call(address: str, credentials: ClientCredentials, method: str = "GetState") -> grpc.StatusCode:
-    """What an empty request ends with; OK where the service itself looked at it."""
+    """Return the status of an empty request; OK where the service itself looked at it."""
     with open_channel(address, credentials=credentials) as channel:
         stub = pb_grpc.RolloutServerStub(channel)
         try:

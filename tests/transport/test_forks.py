@@ -65,7 +65,7 @@ def python(
 
 @pytest.mark.slow
 def test_training_process_may_fork_while_bridge_sends(tmp_path: Path) -> None:
-    """With gRPC's fork handlers 1 to 3 of 100 such children end by SIGABRT.
+    """1 to 3 of 100 such children end by SIGABRT with gRPC's fork handlers.
 
     400 of them all live by chance with probability 0.02 at 1 of 100, 1e-6 at 3.4 as measured.
     """

@@ -41,7 +41,7 @@ def make(family: str) -> PreTrainedModel:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_trainer_takes_samples_of_family(tmp_path: Path, family: str) -> None:
-    """Of rollouts of the policy itself, captured in a pass of its own."""
+    """The samples are rollouts of the policy itself, captured in a pass of its own."""
     model, generator = make(family), torch.Generator().manual_seed(1)
     ids = torch.randint(1, VOCAB, (16, 4), generator=generator)
     with running(make_config(tmp_path), train=False) as (server, client):

@@ -88,7 +88,7 @@ def test_transport_falls_back_to_grpc_without_shared_memory(
 
 
 def is_open(sender: Sender, memory: Path) -> bool:
-    """Whether the trainer has opened the file that blocks are written to now."""
+    """Return whether the trainer has opened the file that blocks are written to now."""
     return sender.outbox._blocks.file.name != "" and list(memory.iterdir()) == []
 
 

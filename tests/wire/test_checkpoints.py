@@ -1,4 +1,4 @@
-"""Which files of a folder are a checkpoint's weights, and what is said where there are none."""
+"""The files of a folder that are a checkpoint's weights, and what is said where there are none."""
 
 from __future__ import annotations
 

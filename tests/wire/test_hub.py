@@ -1,4 +1,4 @@
-"""Where a folder is taken, so is a name on the hub: found, fetched, or refused with what to do."""
+"""A name on the hub in place of a folder: found, fetched, or refused with what to do."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ from slipstream.errors import RefusedError
 from slipstream.hub import read_json
 from slipstream.layers import AUX_LAYERS
 
-# In this order: the first that recognises a config.json has it.
+# In this order: the first that matches a config.json reads it.
 _LAYOUTS = (SPECULATORS, MODELOPT, PLAIN)
 _EMBEDDINGS = "embed_tokens.weight"
 _ADVICE = (
@@ -61,7 +61,7 @@ class Eagle3(Drafter):
         them, so that they follow the policy. Without ``policy`` a copy cannot be told from
         embeddings of the draft's own, and neither can vLLM's default layers be known.
         """
-        weight_files(directory)  # a pickle is the better reason than what else is missing
+        weight_files(directory)  # refuses a pickle before anything that is missing
         config, layout, document, served = _read_config(directory, policy)
         stored = load_tensors(directory)
         where = str(directory)
@@ -83,7 +83,7 @@ class Eagle3(Drafter):
         check_tensors(tensors, wanted, where, _ADVICE)
         check_maps(d2t, t2d, config.draft_vocab_size, config.vocab_size, where)
         if config.full_vocabulary:
-            # vLLM has no parameter to put the maps in, even those that change nothing.
+            # vLLM has no parameters for the maps, not even for maps that change nothing.
             d2t = t2d = None
         names = _names(tensors, PLAIN.layer if layout.write is None else layer)
         maps = {name for name, held in (("d2t", d2t), ("t2d", t2d)) if held is not None}
@@ -151,10 +151,10 @@ def _check_fits_policy(config: HeadConfig, policy: Mapping[str, Any]) -> None:
 
 
 def _is_copy_of_the_policys(embeddings: Tensor, policy: Path | None, where: str) -> bool:
-    """Whether embeddings [vocab, H] in a checkpoint are the policy's.
+    """Return whether embeddings [vocab, H] in a checkpoint are the policy's.
 
-    Compared as vLLM compares them, which shares the policy's where they are equal when it loads
-    both, and keeps the draft's own where they are not.
+    They are compared as in vLLM, which on loading shares the policy's where the two are equal, and
+    keeps the draft's own where they are not.
     """
     if policy is None:
         raise RefusedError(
@@ -199,7 +199,7 @@ def _refuse_policy(directory: Path, document: Document) -> None:
 
 
 def _layer_prefix(names: Iterable[str]) -> str:
-    """What the decoder layer's tensors begin with on disk; ``PLAIN.layer`` in the head."""
+    """Return the prefix of the decoder layer's tensors on disk; ``PLAIN.layer`` in the head."""
     plain = any(name.startswith(PLAIN.layer) for name in names)
     return PLAIN.layer if plain else SPECULATORS.layer
 
@@ -214,7 +214,7 @@ def _names(tensors: Iterable[str], layer: str) -> dict[str, str]:
 
 
 def _with_dtype(document: Document, dtype_name: str) -> Document:
-    """The element type wherever the document names one."""
+    """Return the document with this element type wherever it names one."""
     return {
         key: dtype_name
         if key in ("dtype", "torch_dtype") and value is not None

@@ -42,7 +42,7 @@ _FIXED_VALUES: dict[str, tuple[Any, ...]] = {
     "pard_token": (None,),
     "tie_word_embeddings": (False, None),
 }
-# Of fields that a file may lack.
+# Values of fields that a file may lack.
 _DEFAULTS = {"hidden_act": "silu", "num_hidden_layers": 1}
 _SIZES = (
     "hidden_size",
@@ -62,7 +62,7 @@ _OTHERS = {
     "PEagle": "; P-EAGLE's mask_hidden is projected when vLLM starts, where no swap reaches it",
     "EagleLlama": "; EAGLE-1 takes the final state alone, and accepts less than EAGLE-3",
 }
-"""Why other EAGLE heads are not trained, by what their architecture's name has."""
+"""The reasons why other EAGLE heads are not trained, by a part of their architecture's name."""
 
 _refuse = Refuse("config.json", "use a draft that the trainer can represent")
 
@@ -71,14 +71,14 @@ _refuse = Refuse("config.json", "use a draft that the trainer can represent")
 class HeadConfig(DraftShape, BlockShape):
     """Everything that determines the head's function besides its weights.
 
-    ``hidden_size`` is also the width of the embeddings that it takes. With ``qk_norm`` it is of
-    vLLM's Qwen3 class, else of its Llama one, whose o has a bias where q, k and v have one. Beside
-    what it has of both bases:
+    ``hidden_size`` is also the width of the embeddings that it takes. With ``qk_norm`` it is vLLM's
+    Qwen3 class, otherwise its Llama class, whose o has a bias where q, k and v have one. Besides
+    the fields of both bases:
 
     Attributes:
         max_position_embeddings: longest sequence.
         norm_before_residual: the residual is the normed hidden state, not the un-normed one.
-        norm_output: what feeds the next step is the output after ``norm``, not before it.
+        norm_output: the next step takes the output after ``norm``, not before it.
         norm_before_fc: one RMSNorm over the concatenated auxiliary states, before ``fc``.
         fc_norm: an RMSNorm for each auxiliary state, before ``fc`` (after norm_before_fc's).
         mlp_bias: gate, up and down have a bias.
@@ -121,12 +121,12 @@ class HeadConfig(DraftShape, BlockShape):
 
     @property
     def max_row_tokens(self) -> int | None:
-        """Longest row whose queries stay within the sliding window; None without one."""
+        """The longest row whose queries stay within the sliding window; None without one."""
         return self.sliding_window
 
     @property
     def bounds(self) -> frozenset[str]:
-        """With scaled rotary frequencies the longest sequence is part of the function."""
+        """The longest sequence, unless scaled rotary frequencies make it part of the function."""
         return frozenset(() if self.rope.kind != "default" else ("max_position_embeddings",))
 
     @classmethod
@@ -219,7 +219,7 @@ class HeadConfig(DraftShape, BlockShape):
 
 
 def _sliding_window(config: Mapping[str, Any]) -> int | None:
-    """vLLM windows the layer that ``layer_types`` says is windowed, and no other."""
+    """Return the window that vLLM applies: that of a layer which ``layer_types`` calls sliding."""
     kinds = config.get("layer_types")
     window = config.get("sliding_window") if config.get("use_sliding_window", True) else None
     if kinds is not None and kinds not in (["full_attention"], ["sliding_attention"]):

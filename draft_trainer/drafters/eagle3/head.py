@@ -119,18 +119,18 @@ class Eagle3Head(Draft):
         return self.norm(output)
 
     def feedback(self, output: Tensor) -> Tensor:
-        """What the next TTT step takes as its hidden state, [..., H]."""
+        """Return the hidden state that the next TTT step takes, [..., H]."""
         return self.norm(output) if self.config.norm_output else output
 
     def unroll(self, batch: Batch, steps: int, first_anchor: int = 0) -> Iterator[Tensor]:
-        """See ``Draft.unroll``; the parameters' type is what is computed in."""
+        """See ``Draft.unroll``; it computes in the type of the parameters."""
         self._check_window(batch.token_ids.shape[1] + steps - 1)
         config, layer, dtype = self.config, self.midlayer, self.norm.weight.dtype
         attention, mlp = layer.self_attn, layer.mlp
         heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
         sizes = [heads, kv_heads, kv_heads]
         projections = [attention.q_proj, attention.k_proj, attention.v_proj]
-        # The layer's input is the embedding's half first, the hidden state's second.
+        # The layer's input is the embedding followed by the hidden state.
         qkv_of_embeds, qkv_of_hidden = torch.cat([p.weight for p in projections]).split(
             config.hidden_size, dim=1
         )

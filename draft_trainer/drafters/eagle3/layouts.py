@@ -36,7 +36,7 @@ class Layout:
 
     Attributes:
         name: "plain", "speculators" or "modelopt".
-        layer: what the decoder layer's tensors begin with, "midlayer." in the head.
+        layer: prefix of the decoder layer's tensors, "midlayer." in the head.
         leftovers: tensors that its trainer may leave in a file; copies of the policy's, which
             vLLM cannot load.
         matches: whether a config.json is in this layout.
@@ -73,7 +73,7 @@ def default_layer_ids(document: Mapping[str, Any], policy: Path | None) -> list[
 
 
 def counted(document: Document, ids: list[int]) -> Document:
-    """With ``num_aux_hidden_states``, where vLLM's Llama class would take three for granted."""
+    """Add ``num_aux_hidden_states``, for which vLLM's Llama class would assume three."""
     if len(ids) == 3 or "num_aux_hidden_states" in document:
         return document
     return {**document, "num_aux_hidden_states": len(ids)}
@@ -98,7 +98,7 @@ def _read(document: Document, policy: Path | None) -> tuple[HeadConfig, Document
 
 
 def _explicit(document: Document) -> Document:
-    """With what vLLM makes of a class's name, a missing rotary base and tied embeddings.
+    """Write out what vLLM makes of a class's name, a missing rotary base and tied embeddings.
 
     SafeAILab's trainer names the policy's class and leaves the base out. vLLM loads a draft's
     lm_head whatever the file says of tying, and would tie it where it equals the embeddings.
@@ -116,7 +116,7 @@ def _explicit(document: Document) -> Document:
 
 
 def _nested_ids(nested: object, document: Document, policy: Path | None) -> list[int]:
-    """The layers that ``eagle_config`` means, which only the policy's depth can tell.
+    """Return the layers that ``eagle_config`` means, which only the policy's depth can tell.
 
     Only the two defaults, vLLM's and that of SpecForge and SGLang, are taken: they differ at every
     depth.
@@ -148,8 +148,8 @@ PLAIN = Layout(
 LAYER = "transformer_layer_config"
 _VERSION = "0.9.0"
 _FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
-# What speculators and vLLM both take for a flag that a file of an older speculators lacks. For
-# norm_before_residual they differ: false in speculators' config, true in vLLM's.
+# The defaults that speculators and vLLM share for flags that files of older speculators lack. For
+# norm_before_residual theirs differ: false in speculators' config, true in vLLM's.
 _AGREED = {
     "norm_before_fc": False,
     "fc_norm": False,
@@ -178,7 +178,7 @@ def _read_speculators(document: Document, policy: Path | None) -> tuple[HeadConf
 
 
 def _flat(document: Document) -> Document:
-    """What vLLM makes of it: the nested fields, overridden by those around them."""
+    """Flatten it as vLLM does: the nested fields, overridden by those around them."""
     flat = {**document[LAYER]}
     model_type = flat.setdefault("model_type", "llama")
     if model_type not in ARCHITECTURES:
