@@ -207,7 +207,6 @@ class TrainingConfig(Section):
         threads: torch's threads.
         nice: niceness of the training thread.
         device: where the draft is trained.
-        rank_timeout_s: deadline of every exchange between ranks.
         gpu_memory_fraction: share of the GPU's memory that this process never exceeds.
         state_every_steps: optimizer steps between two training states; 0 for none.
         state_seconds: least seconds between two training states. 120 where ``device`` is "cuda".
@@ -232,7 +231,6 @@ class TrainingConfig(Section):
     threads: Annotated[int, Field(ge=1, le=1024)] = 1
     nice: Annotated[int, Field(ge=0, le=19)] = 5
     device: Literal["cpu", "cuda"] = "cpu"
-    rank_timeout_s: Seconds = 300.0
     gpu_memory_fraction: Annotated[float, Field(gt=0.0, le=1.0, allow_inf_nan=False)] = 1.0
     state_every_steps: Annotated[int, Field(ge=0)] = 20
     state_seconds: Annotated[float, Field(ge=0.0, le=3600.0, allow_inf_nan=False)] = 0.0

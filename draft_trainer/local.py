@@ -20,7 +20,6 @@ import torch
 from draft_trainer.config_file import parse_config
 from draft_trainer.kernels.library import using_kernels
 from draft_trainer.server.app import TrainerServer
-from draft_trainer.training.ranks import Ranks
 from slipstream.errors import RefusedError
 from slipstream.hub import local_folder
 
@@ -75,8 +74,7 @@ class LocalTrainer(AbstractContextManager["LocalTrainer"]):
                     "leave it out, or start draft-trainer serve",
                 )
             owned.enter_context(using_kernels(training.cpu_kernels))
-            ranks = Ranks.join(training.rank_timeout_s, training.device)
-            trainer = TrainerServer(settings, ranks)
+            trainer = TrainerServer(settings)
             owned.callback(_restore_threads)
             owned.callback(_stop, trainer)
             trainer.start()

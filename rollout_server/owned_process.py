@@ -13,7 +13,7 @@ import select
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 
 GRACE_SECONDS = 3.0
@@ -27,15 +27,13 @@ class OwnedProcess:
 
     Args:
         command: program and arguments.
-        environment: all of its variables; this process's if None.
     """
 
-    def __init__(self, command: Sequence[str], environment: Mapping[str, str] | None = None):
+    def __init__(self, command: Sequence[str]) -> None:
         self._supervisor = subprocess.Popen(
             [sys.executable, "-m", "rollout_server.owned_process", *command],
             stdin=subprocess.PIPE,
             start_new_session=True,
-            env=environment,
         )
 
     def wait(self, seconds: float) -> int | None:

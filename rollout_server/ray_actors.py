@@ -1,23 +1,13 @@
-"""Actors that Ray places all at once and starts again where it lost them.
-
-Of ``rollout-server fleet``: its rollout servers (``ray_fleet``) and trainer ranks (``ray_ranks``).
-"""
+"""Actors that Ray places all at once and starts again where it lost them."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
 from slipstream.errors import RefusedError
-
-REFUSED = 2
-"""Exit status of a process that refuses its options."""
-
-HEALTH_SECONDS = 2.0
-SILENT_SECONDS = 60.0
-"""Without any answer to a health check after which a service hangs."""
 
 ANSWER_SECONDS = 5.0
 """Of an actor that runs; one that does not answer is being started again."""
@@ -26,22 +16,20 @@ ANSWER_SECONDS = 5.0
 class Places:
     """One placement group. For the places of a lost node Ray finds others, or waits for a node.
 
+    The places are spread over the nodes: replicas on two survive the loss of one.
+
     Args:
-        bundles: what each actor needs of "CPU" and "GPU".
-        here: how many of them, from the first one on, must be on this process's node. The others
-            are spread over the nodes: replicas on two survive the loss of one.
+        count: how many there are.
+        cpus, gpus: what each one has; not both 0.
         seconds: within which the cluster must have all of them.
     """
 
-    def __init__(self, bundles: Sequence[dict[str, float]], here: int, seconds: float) -> None:
-        import ray
+    def __init__(self, count: int, cpus: float, gpus: float, seconds: float) -> None:
         from ray.util.placement_group import placement_group
 
-        wanted = [{name: n for name, n in bundle.items() if n} for bundle in bundles]
-        node = {"ray.io/node-id": ray.get_runtime_context().get_node_id()}
-        labels = [node if index < here else {} for index in range(len(wanted))]
-        self.group = placement_group(wanted, strategy="SPREAD", bundle_label_selector=labels)
-        self.bundles = bundles
+        bundle = {name: n for name, n in (("CPU", cpus), ("GPU", gpus)) if n}
+        self.group = placement_group([bundle] * count, strategy="SPREAD")
+        self.count, self.cpus, self.gpus = count, cpus, gpus
         self._ready = self.group.ready()
         self._seconds, self._deadline = seconds, time.monotonic() + seconds
 
@@ -54,14 +42,10 @@ class Places:
         if ray.wait([self._ready], timeout=0)[0]:
             self._ready = None
         elif time.monotonic() > self._deadline:
-            kinds = [f"{b['CPU']:g} CPUs and {b['GPU']:g} GPUs" for b in self.bundles]
-            wanted = ", ".join(
-                f"{kinds.count(kind)} of {kind} each" for kind in dict.fromkeys(kinds)
-            )
             free = ray.available_resources()
             raise RefusedError(
                 "--replicas",
-                f"{wanted}, on a cluster "
+                f"{self.count} of {self.cpus:g} CPUs and {self.gpus:g} GPUs each, on a cluster "
                 f"with {free.get('CPU', 0):g} CPUs and {free.get('GPU', 0):g} GPUs free",
                 f"a place for each in {self._seconds:.0f} s",
                 "ask for fewer, or add nodes",
@@ -78,32 +62,23 @@ class Actors:
     """Actors of one kind, which answer ``report()`` at any time and end with ``stop()``.
 
     Args:
-        name: of one of them, in errors.
         kind: their class.
         arguments: its arguments, for each actor.
-        places: where they run, in the bundles from ``first`` on.
+        places: where they run, as many.
     """
 
-    def __init__(
-        self,
-        name: str,
-        kind: type,
-        arguments: Sequence[tuple[Any, ...]],
-        places: Places,
-        first: int,
-    ) -> None:
+    def __init__(self, kind: type, arguments: Sequence[tuple[Any, ...]], places: Places) -> None:
         import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        self._name = name
         self._asked: dict[int, Any] = {}
         self.handles = [
             ray.remote(kind)
             .options(
-                num_cpus=places.bundles[first + index]["CPU"],
-                num_gpus=places.bundles[first + index]["GPU"],
+                num_cpus=places.cpus,
+                num_gpus=places.gpus,
                 max_restarts=-1,
-                scheduling_strategy=PlacementGroupSchedulingStrategy(places.group, first + index),
+                scheduling_strategy=PlacementGroupSchedulingStrategy(places.group, index),
             )
             .remote(*each)
             for index, each in enumerate(arguments)
@@ -134,20 +109,18 @@ class Actors:
                     reports[index] = ray.get(ref)
             except ActorDiedError as error:
                 raise RefusedError(
-                    self._name,
+                    "rollout server",
                     f"number {index}: {error}",
                     "an actor that starts",
                     "fix what it says",
                 ) from error
         return reports
 
+    def stop(self, seconds: float) -> None:
+        """End them all, and their processes first."""
+        import ray
 
-def stop_all(actors: Iterable[Actors], seconds: float) -> None:
-    """End them all, and their processes first."""
-    import ray
-
-    handles = [handle for each in actors for handle in each.handles]
-    ending = [handle.stop.remote() for handle in handles]
-    ray.wait(ending, num_returns=len(ending), timeout=seconds + 5)
-    for handle in handles:
-        ray.kill(handle)
+        ending = [handle.stop.remote() for handle in self.handles]
+        ray.wait(ending, num_returns=len(ending), timeout=seconds + 5)
+        for handle in self.handles:
+            ray.kill(handle)

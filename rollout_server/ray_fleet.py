@@ -1,7 +1,7 @@
 """``rollout-server fleet``: rollout servers that Ray places and restarts, listed in a file.
 
 The file is what ``publish.rollout_servers = ["file:..."]`` of the draft trainer reads, so the
-trainer knows nothing of Ray. The trainer's own ranks can be placed with them (``ray_ranks``).
+trainer knows nothing of Ray.
 
 Each server has an **actor** (``Replica``), which starts it, watches it and ends itself when the
 server has ended or hangs, or its node's raylet has ended; Ray then starts the actor again, on this
@@ -26,21 +26,20 @@ import grpc
 
 from rollout_server.owned_process import OwnedProcess
 from rollout_server.preflight import check_paths, check_port_free
-from rollout_server.ray_actors import (
-    HEALTH_SECONDS,
-    REFUSED,
-    SILENT_SECONDS,
-    Actors,
-    Places,
-    stop_all,
-)
-from rollout_server.ray_ranks import RanksPlan, TrainerRanks
-from slipstream.client import join_address, open_channel, split_address
+from rollout_server.ray_actors import Actors, Places
+from slipstream.client import join_address, open_channel
 from slipstream.errors import RefusedError
 from slipstream.security import NONE, ClientCredentials
 from slipstream.serving import serving, stop_signals
 
 logger = logging.getLogger(__name__)
+
+REFUSED = 2
+"""Exit status of a server that refuses its options."""
+
+HEALTH_SECONDS = 2.0
+SILENT_SECONDS = 60.0
+"""Without any answer to a health check after which a server hangs."""
 
 PORTS_SECONDS = 30.0
 """That a killed predecessor has to free its ports."""
@@ -50,12 +49,7 @@ AGAIN_SECONDS = 30.0
 
 POLL_SECONDS = 1.0
 
-_TRAINER_OPTIONS = (
-    ("--trainer-ranks", 1, "ranks of the draft trainer (default: 1)"),
-    ("--trainer-cpus", 1.0, "CPUs of each rank (default: 1)"),
-    ("--trainer-gpus", 0.0, "GPUs of each rank (default: 0)"),
-    ("--trainer-address", "127.0.0.1:50051", "its gRPC on this node (default: 127.0.0.1:50051)"),
-)
+_REMOVED = ("--trainer", *(f"--trainer-{name}" for name in ("ranks", "cpus", "gpus", "address")))
 _ADDRESSES = ("--port", "--control-host", "--control-port")
 
 
@@ -196,54 +190,38 @@ class RayFleet:
     Args:
         plan: of the servers.
         on_change: called with the servers' reports.
-        ranks: of the trainer, if it is to be placed too.
-        on_ranks: called with the number of ranks that train, 0 while the trainer does not serve.
     """
 
     def __init__(
         self,
         plan: FleetPlan,
         on_change: Callable[[dict[int, Report]], None] = lambda r: None,
-        ranks: RanksPlan | None = None,
-        on_ranks: Callable[[int], None] = lambda n: None,
     ) -> None:
         self._plan = plan
         self._on_change = on_change
         self._reports: dict[int, Report] = {}
         write_members(plan.members, ())
-        first = ranks.size if ranks else 0
-        bundles = [{"CPU": ranks.cpus, "GPU": ranks.gpus}] * ranks.size if ranks else []
-        bundles += [{"CPU": plan.cpus, "GPU": plan.gpus}] * plan.replicas
-        self._places = Places(bundles, min(first, 1), plan.ready_seconds)
-        self._replicas = Actors(
-            "rollout server",
-            Replica,
-            [(plan, index) for index in range(plan.replicas)],
-            self._places,
-            first,
-        )
-        self._ranks = TrainerRanks(ranks, self._places, on_ranks) if ranks else None
+        self._places = Places(plan.replicas, plan.cpus, plan.gpus, plan.ready_seconds)
+        arguments = [(plan, index) for index in range(plan.replicas)]
+        self._replicas = Actors(Replica, arguments, self._places)
 
     def keep(self, stopping: Callable[[], bool]) -> None:
-        """Keep the file up to date, and the trainer running, until ``stopping`` says so.
+        """Keep the file up to date until ``stopping`` says so.
 
         Raises:
-            RefusedError: a server or the trainer refuses its options at its first start, Ray cannot
-                start an actor, or the cluster has no place for all of them in ``ready_seconds``.
+            RefusedError: a server refuses its options at its first start, Ray cannot start an
+                actor, or the cluster has no place for all of them in ``ready_seconds``.
         """
         while not stopping():
             self._places.check()
             self._poll()
-            if self._ranks is not None:
-                self._ranks.poll()
             time.sleep(POLL_SECONDS)
 
     def close(self) -> None:
-        """Empty the file; end every server, every rank and its actor."""
+        """Empty the file; end every server and its actor."""
         with suppress(OSError):
             write_members(self._plan.members, ())
-        actors = [self._replicas, *([self._ranks.actors] if self._ranks else [])]
-        stop_all(actors, self._plan.stop_seconds)
+        self._replicas.stop(self._plan.stop_seconds)
         self._places.give_back()
 
     def _poll(self) -> None:
@@ -286,9 +264,8 @@ def build_parser() -> argparse.ArgumentParser:
         "[any option of rollout-server serve]",
         description="Ray places N rollout servers and restarts a server that ended or hangs. "
         "Replica i listens on its node's address, on the first ports plus i. FILE lists the "
-        'control planes that serve: publish.rollout_servers = ["file:FILE"]. With --trainer, Ray '
-        "also places the ranks of a draft trainer, rank 0 on this node, and starts them again "
-        "where one ended or hangs. Runs until SIGTERM or SIGINT, then stops everything.",
+        'control planes that serve: publish.rollout_servers = ["file:FILE"]. '
+        "Runs until SIGTERM or SIGINT, then stops everything.",
         allow_abbrev=False,
     )
     parser.add_argument(
@@ -306,13 +283,10 @@ def build_parser() -> argparse.ArgumentParser:
         ("--ready-timeout-s", 600.0, "bound of the placement, and of a start (default: 600)"),
         ("--server-name", "", "name in the servers' certificate, if not a node's address"),
         ("--ray-address", "auto", "the cluster (default: that of this node)"),
-        *_TRAINER_OPTIONS,
     ):
         parser.add_argument(option, type=type(default), default=default, help=text)
     ca = "PEM of the CA that signed the servers' certificates; same path on every node"
     parser.add_argument("--ca", type=Path, metavar="FILE", help=ca)
-    toml = "the draft trainer's TOML; same path on every node"
-    parser.add_argument("--trainer", type=Path, metavar="FILE", help=toml)
     return parser
 
 
@@ -326,7 +300,9 @@ def fleet(arguments: Sequence[str]) -> int:
     args, serve = build_parser().parse_known_args(list(arguments))
     if args.replicas < 1:
         raise RefusedError("--replicas", args.replicas, "at least 1", "set it")
-    _check_needs("--cpus, --gpus", args.cpus, args.gpus)
+    if args.cpus < 0 or args.gpus < 0 or not args.cpus + args.gpus:
+        found = f"{args.cpus:g} and {args.gpus:g} of each"
+        raise RefusedError("--cpus, --gpus", found, "more than 0 of one of them", "set them")
     last = 65536 - args.replicas
     for option, port in (
         ("--first-port", args.first_port),
@@ -336,6 +312,10 @@ def fleet(arguments: Sequence[str]) -> int:
             expected = f"1 to {last}, for {args.replicas} replicas"
             raise RefusedError(option, port, expected, "choose another port")
     given = {word.partition("=")[0].replace("_", "-") for word in serve if word.startswith("--")}
+    for option in _REMOVED:
+        if option in given:
+            next_step = "start draft-trainer serve yourself, one process: docs/deployment.md, Ray"
+            raise RefusedError(option, "an option that was removed", "none", next_step)
     for option in _ADDRESSES:
         if option in given:
             raise RefusedError(option, "given", "not given", "use the first ports; Ray gives hosts")
@@ -358,7 +338,6 @@ def fleet(arguments: Sequence[str]) -> int:
         next_step = "pip install 'slipstream-rl[ray]'"
         raise RefusedError("ray", "not installed", "installed", next_step) from error
 
-    ranks = _ranks_plan(args, credentials)
     plan = FleetPlan(
         (sys.executable, "-m", "rollout_server.cli", "serve", *serve),
         *(args.replicas, args.members, args.cpus, args.gpus),
@@ -371,10 +350,6 @@ def fleet(arguments: Sequence[str]) -> int:
         names = " ".join(f"openai={r.http} control={r.control}" for r in serving)
         print(f"rollout-fleet: {len(serving)} of {args.replicas} serve {names}", flush=True)
 
-    def show_ranks(count: int) -> None:
-        state = f"serves with {count} of {args.trainer_ranks} ranks" if count else "does not serve"
-        print(f"rollout-fleet: the trainer at {args.trainer_address} {state}", flush=True)
-
     try:
         ray.init(address=args.ray_address)
     except ConnectionError as error:
@@ -383,7 +358,7 @@ def fleet(arguments: Sequence[str]) -> int:
     # After ray.init, which takes SIGTERM for itself.
     stopping = stop_signals()
     try:
-        running = RayFleet(plan, show, ranks, show_ranks)
+        running = RayFleet(plan, show)
         try:
             running.keep(stopping)
         finally:
@@ -391,33 +366,3 @@ def fleet(arguments: Sequence[str]) -> int:
     finally:
         ray.shutdown()
     return 0
-
-
-def _ranks_plan(args: argparse.Namespace, credentials: ClientCredentials) -> RanksPlan | None:
-    """None without a trainer. Raises RefusedError: an option cannot be used."""
-    if args.trainer is None:
-        for option, default, _ in _TRAINER_OPTIONS:
-            if getattr(args, option[2:].replace("-", "_")) != default:
-                raise RefusedError(option, "given without --trainer", "both", "set --trainer FILE")
-        return None
-    file, address, size = args.trainer.resolve(), args.trainer_address, args.trainer_ranks
-    if not file.is_file():
-        raise RefusedError("--trainer", file, "a TOML file", "write it or name another")
-    if size < 1:
-        raise RefusedError("--trainer-ranks", size, "at least 1", "set it")
-    _check_needs("--trainer-cpus, --trainer-gpus", args.trainer_cpus, args.trainer_gpus)
-    try:
-        split_address(address)
-    except ValueError as error:
-        raise RefusedError("--trainer-address", error, "host:port", "correct it") from error
-    command = (sys.executable, "-m", "draft_trainer.cli.main", "serve", "--config", str(file))
-    needs = (args.trainer_cpus, args.trainer_gpus)
-    return RanksPlan(
-        *(command, size, address, *needs, args.ready_timeout_s, args.host), credentials
-    )
-
-
-def _check_needs(options: str, cpus: float, gpus: float) -> None:
-    if cpus < 0 or gpus < 0 or not cpus + gpus:
-        found = f"{cpus:g} and {gpus:g} of each"
-        raise RefusedError(options, found, "more than 0 of one of them", "set what it needs")

@@ -105,12 +105,10 @@ def _draft(config: TrainerConfig) -> str:
 def _device(config: TrainerConfig) -> str:
     import torch
 
-    from draft_trainer.training.ranks import check_gpu
+    from draft_trainer.training.device import training_device
 
-    device = config.training.device
-    if device == "cuda":
-        check_gpu()
-    elif count := torch.cuda.device_count():
+    device = training_device(config.training.device).type
+    if device == "cpu" and (count := torch.cuda.device_count()):
         return f'training.device = cpu, and torch sees {count} GPU(s): set "cuda" to train on one'
     return f"training.device = {device}"
 

@@ -11,7 +11,6 @@ import gc
 import io
 import logging
 import os
-import signal
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
@@ -30,8 +29,7 @@ from draft_trainer.cli.top import Events, Status, Top
 from slipstream.errors import RefusedError
 
 if TYPE_CHECKING:
-    from draft_trainer.config import TrainerConfig, TrainingConfig
-    from draft_trainer.training.ranks import Ranks
+    from draft_trainer.config import TrainerConfig
 
 FAILED, REFUSED, INTERRUPTED = 1, 2, 130
 SIGNAL_SECONDS = 0.2
@@ -48,9 +46,7 @@ class Command(Protocol):
 class Serve:
     """Run the trainer.
 
-    Runs until SIGTERM or SIGINT, and prints one line when it is ready. For several ranks, start it
-    with torchrun --standalone --nproc-per-node N --no-python draft-trainer serve ...; rank 0 is the
-    server.
+    Runs until SIGTERM or SIGINT, and prints one line when it is ready.
 
     The configuration needs draft.initial, the checkpoint that the rollout servers were started
     with, and publish.rollout_servers, their control planes. Every other key has a default. While
@@ -73,7 +69,6 @@ class Serve:
         from draft_trainer.config_file import changed_keys, load_config
         from draft_trainer.kernels.library import use_kernels
         from draft_trainer.server.app import TrainerServer
-        from draft_trainer.training.ranks import RankLostError, Ranks
         from slipstream.serving import stop_signals
 
         logging.basicConfig(
@@ -96,14 +91,7 @@ class Serve:
             logging.getLogger(__name__).info("configuration: %s = %s", key, value)
         # Compiles now, so that no training step waits for a compiler.
         logging.getLogger(__name__).info(use_kernels(config.training.cpu_kernels))
-        try:
-            ranks = Ranks.join(config.training.rank_timeout_s, config.training.device)
-            if ranks.rank > 0:
-                return _follow(ranks, config.training)
-        except RankLostError as error:
-            print(f"draft-trainer: {error}; start all ranks again", file=sys.stderr)
-            return FAILED
-        server = TrainerServer(config, ranks)
+        server = TrainerServer(config)
         signalled = stop_signals()
         tune_memory()
         try:
@@ -139,20 +127,6 @@ def _check(config: TrainerConfig) -> int:
     for line in described(found):
         print(f"# {line}")
     return FAILED if has_problem(found) else 0
-
-
-def _follow(ranks: Ranks, training: TrainingConfig) -> int:
-    import torch
-
-    from draft_trainer.training.followers import follow
-
-    # A signal reaches all ranks: these end when rank 0 tells them to, after its last step.
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, signal.SIG_IGN)
-    torch.set_num_threads(training.threads)
-    os.nice(training.nice)
-    follow(ranks, training)
-    return 0
 
 
 def tune_memory() -> None:

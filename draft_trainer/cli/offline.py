@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import signal
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -321,8 +320,7 @@ class Fit:
     Estimates the draft's acceptance length on held-out prompts before, during and after training,
     and keeps its best weights. Writes a draft that vLLM loads to the folder given with --out, with
     training.jsonl and training.svg. SIGTERM and SIGINT stop it after the current step. After that,
-    or after a kill, it continues with --resume. For several ranks, start it with
-    torchrun --standalone --nproc-per-node N --no-python draft-trainer fit ...
+    or after a kill, it continues with --resume.
     """
 
     states: Needed
@@ -365,7 +363,6 @@ class Fit:
         from draft_trainer.kernels.library import use_kernels
         from draft_trainer.offline.data import fit_config
         from draft_trainer.offline.fit import Fit as Training
-        from draft_trainer.training.ranks import RankLostError, Ranks
 
         given = {key: getattr(self, name) for name, key in _KEYS.items()}
         options = {key: value for key, value in given.items() if value is not None}
@@ -386,15 +383,10 @@ class Fit:
             number: signal.signal(number, on_signal) for number in (signal.SIGTERM, signal.SIGINT)
         }
         try:
-            ranks = Ranks.join(training.rank_timeout_s, training.device)
             draft = local_folder(self.draft, "--draft")
             policy = self.policy and local_folder(self.policy, "--policy")
-            fit = Training(self.states, draft, self.out, policy, config, ranks)
+            fit = Training(self.states, draft, self.out, policy, config)
             done = fit.run(lambda: bool(caught), self.resume)
-            ranks.leave()
-        except RankLostError as error:
-            print(f"draft-trainer: {error}; start all ranks again with --resume", file=sys.stderr)
-            return 1
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)

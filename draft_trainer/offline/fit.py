@@ -40,11 +40,10 @@ from draft_trainer.offline.report import (
     say,
 )
 from draft_trainer.recordings.recording import INDEX_FILE
-from draft_trainer.training.followers import Followers
+from draft_trainer.training.device import training_device
 from draft_trainer.training.learner import Learner, StepMetrics
 from draft_trainer.training.optimizer import Schedule
 from draft_trainer.training.pace import BATCH_TOKENS
-from draft_trainer.training.ranks import Ranks, shares
 from draft_trainer.training.state import Facts, StateStore, head_facts
 from slipstream.checkpoints import WEIGHTS_FILE
 from slipstream.errors import RefusedError
@@ -53,9 +52,8 @@ from slipstream.tensors import digest
 STATE_FOLDER = "state"
 PLOT_FILE = "training.svg"
 _WRITE_SECONDS = 600.0
-_GO_ON = b"go on"
 _NOT_IN_THE_RESULT = {
-    *("threads", "nice", "device", "rank_timeout_s"),
+    *("threads", "nice", "device"),
     *("linger_s", "steps_per_candidate", "state_every_steps", "state_seconds"),
     "gpu_memory_fraction",
 }
@@ -179,8 +177,6 @@ class Fit:
         out: folder that it makes.
         policy: the draft's policy, where the draft's checkpoint does not say everything.
         config: how.
-        ranks: this process among the ranks that fit together; all call the same methods, and
-            rank 0 alone writes and prints.
 
     Raises:
         RefusedError: states, draft and configuration do not fit one another; nothing was written.
@@ -193,11 +189,10 @@ class Fit:
         out: Path,
         policy: Path | None,
         config: FitConfig,
-        ranks: Ranks,
     ) -> None:
         self._config = config
-        self._ranks = ranks
-        self._console = Console(stderr=True, quiet=ranks.rank != 0)
+        device = training_device(config.training.device)
+        self._console = Console(stderr=True)
         fit, training = config.fit, config.training
         head = DRAFTERS[fit.kind].read(draft, policy).draft()
         self._recording = open_recording(states, self._console)
@@ -233,7 +228,7 @@ class Fit:
             fit.decay_floor,
             fit.decay_share,
         )
-        self._learner = Learner(head.to(ranks.device), training, ranks, schedule)
+        self._learner = Learner(head.to(device), training, schedule)
         self._output = FitOutput(out, training.state_every_steps)
         self._now = FitProgress()
 
@@ -250,78 +245,58 @@ class Fit:
         Raises:
             RefusedError: the output folder holds something else, or an unfinished fit of other
                 inputs or another configuration.
-            RankLostError: another rank is gone.
             OSError: the output folder cannot be written.
         """
         output, console = self._output, self._console
-        first = self._ranks.rank == 0
         if resume and output.is_finished:
-            if first:
-                output.finish()
+            output.finish()
             say(console, f"{output.folder} is finished")
             return True
-        if first:
-            self._now = output.begin(self._learner, self._belongs_to(), resume)
+        self._now = output.begin(self._learner, self._belongs_to(), resume)
         try:
-            self._start_together()
             if self._now.step:
                 say(console, f"going on after step {self._now.step} of {self._total}")
             else:
-                if first:
-                    output.log.write("start", **self._start_facts())
+                output.log.write("start", **self._start_facts())
                 self._evaluate()
             with progress_of(console, "training") as (bar, task):
                 done = self._train(stopping, bar, task)
             now = self._now
             if not done:
                 say(console, f"stopped after step {now.step} of {self._total}; --resume goes on")
-            elif first:
+            else:
                 self._end()
         finally:
-            if first:
-                output.close()
-        if first and done:
+            output.close()
+        if done:
             output.finish()
         return done
 
-    def _start_together(self) -> None:
-        """Put every rank where rank 0 is."""
-        self._learner.take_rank_0()
-        step = torch.tensor(self._now.step)
-        self._ranks.broadcast({"step": step})
-        self._now = replace(self._now, step=int(step))
-
     def _train(self, stopping: Callable[[], bool], bar: Progress, task: TaskID) -> bool:
         """Steps, states and evaluations until the last epoch ends or ``stopping`` says so."""
-        first, output = self._ranks.rank == 0, self._output
+        output = self._output
         for epoch, chosen in self._steps[self._now.step :]:
             metrics = self._step(chosen)
             now = self._now
-            # One rank may have been signalled before the others: they stop together.
-            stop = bool(self._ranks.gather(torch.tensor([int(stopping())])).any())
+            stop = stopping()
             bar.update(task, completed=now.step, total=self._total, description=_line(metrics))
-            if first:
-                figures = asdict(metrics) | {"step": now.step, "epoch": epoch}
-                figures |= {"tokens": now.tokens, "seconds": now.seconds}
-                for unlogged in ("anchors", "memory_retries", "policy_version"):
-                    del figures[unlogged]
-                output.log.write("step", **figures)
+            figures = asdict(metrics) | {"step": now.step, "epoch": epoch}
+            figures |= {"tokens": now.tokens, "seconds": now.seconds}
+            for unlogged in ("anchors", "memory_retries", "policy_version"):
+                del figures[unlogged]
+            output.log.write("step", **figures)
             if now.step in self._evaluate_at:
                 self._evaluate()
-            if first:
-                output.after_step(self._learner, self._now)
+            output.after_step(self._learner, self._now)
             if stop and now.step < self._total:
-                if first:
-                    output.save(self._learner, self._now)
+                output.save(self._learner, self._now)
                 return False
         return True
 
     def _step(self, chosen: list[int]) -> StepMetrics:
-        """One step on this rank's share of samples."""
+        """One step on the samples that were chosen for it."""
         started = time.perf_counter()
-        lengths = [self._lengths[i] for i in chosen]
-        mine = shares(lengths, self._ranks.size)[self._ranks.rank]
-        samples = [self._recording[self._training[chosen[i]]] for i in mine]
+        samples = [self._recording[self._training[i]] for i in chosen]
         metrics = self._learner.step(samples, self._heads)
         self._now = replace(
             self._now,
@@ -332,17 +307,6 @@ class Fit:
         return metrics
 
     def _evaluate(self) -> None:
-        """Have rank 0 evaluate; the others wait for it, however long it takes."""
-        if self._ranks.rank:
-            while self._ranks.receive(0) != _GO_ON:
-                pass
-            return
-        with Followers(self._ranks).kept_waiting():
-            self._estimate()
-        for rank in range(1, self._ranks.size):
-            self._ranks.send(_GO_ON, rank)
-
-    def _estimate(self) -> None:
         """Estimate the acceptance of what would be served; keep it if it is the best so far."""
         started = time.perf_counter()
         served, fit, now = self._learner.snapshot(), self._config.fit, self._now
@@ -409,7 +373,6 @@ class Fit:
             **self._read,
             "sha256": self._sha256,
             "config": self._config.model_dump(mode="json"),
-            "ranks": self._ranks.size,
             "threads": torch.get_num_threads(),
             "steps": self._total,
             "samples": len(self._training),

@@ -46,11 +46,10 @@ from draft_trainer.server.service import (
 )
 from draft_trainer.server.status import SNAPSHOT_SECONDS, FleetView, Status
 from draft_trainer.server.web import serve_web
+from draft_trainer.training.device import training_device
 from draft_trainer.training.economy import Economy, core_seconds, training_nice
-from draft_trainer.training.followers import Followers
 from draft_trainer.training.learner import Learner
 from draft_trainer.training.loop import TrainingLoop
-from draft_trainer.training.ranks import Ranks
 from draft_trainer.training.state import LearnerStates, head_facts
 from slipstream.client import MAX_MESSAGE_BYTES
 from slipstream.guard import Guard, Limit
@@ -69,12 +68,13 @@ class TrainerServer:
     """The running trainer. Owns every thread, connection and port of it.
 
     Raises:
-        RefusedError: the draft, the registry or a port cannot be used; nothing is left running.
+        RefusedError: the device, the draft, the registry or a port cannot be used; nothing is left
+            running.
     """
 
-    def __init__(self, config: TrainerConfig, ranks: Ranks | None = None) -> None:
+    def __init__(self, config: TrainerConfig) -> None:
         self._config = config
-        ranks = ranks or Ranks()
+        device = training_device(config.training.device)
         self.died = threading.Event()
         """Set when the training thread ended by itself."""
         self._stopped_cleanly: bool | None = None
@@ -85,13 +85,13 @@ class TrainerServer:
         self._registry = registry = open_registry(config.draft)
         self._close_samples: Callable[[], None] = lambda: None
         try:
-            self._build(registry, ranks)
+            self._build(registry, device)
         except BaseException:
             self._close_samples()
             registry.close()
             raise
 
-    def _build(self, registry: Registry, ranks: Ranks) -> None:
+    def _build(self, registry: Registry, device: torch.device) -> None:
         config = self._config
         newest = newest_own(registry)
         self._counters.newest_release = newest.draft_version
@@ -114,7 +114,7 @@ class TrainerServer:
             config.training.state_seconds,
             self._store.saved,
         )
-        learner = Learner(head.to(ranks.device), config.training, ranks)
+        learner = Learner(head.to(device), config.training)
         resumed = states.resume(learner, newest.draft_version)
         self._store.rewind(resumed.draws, newest.draft_version)
         arrived = threading.Event()
@@ -174,7 +174,6 @@ class TrainerServer:
         gate = Gate(config, registry, self._promotions, self._counters, self._fleet.drafting)
         self.loop = TrainingLoop(
             learner,
-            Followers(ranks),
             states,
             resumed,
             self.runs,

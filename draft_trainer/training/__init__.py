@@ -1,1 +1,1 @@
-"""Online training: learner, optimizer, ranks, state for a resume, the loop."""
+"""Online training: learner, optimizer, state for a resume, the loop."""

@@ -1,4 +1,4 @@
-"""Trains the draft: one optimizer step on a set of samples, on one rank or several."""
+"""Trains the draft: one optimizer step on a set of samples."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from draft_trainer.drafters.loss import METRICS, step_weights, ttt_objective, va
 from draft_trainer.drafters.policy import PolicyHeads
 from draft_trainer.training.optimizer import DraftOptimizer, Schedule
 from draft_trainer.training.pace import Pace
-from draft_trainer.training.ranks import Ranks
 from slipstream.errors import RefusedError
 from slipstream.sample import Sample
 
@@ -35,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class StepMetrics:
-    """One call of ``Learner.step``, over all ranks.
+    """One call of ``Learner.step``.
 
     Per-step tuples have K entries, NaN where nothing was valid.
 
@@ -51,7 +50,7 @@ class StepMetrics:
         learning_rate: of this step.
         anchors: step-0 anchors.
         tokens: tokens of the samples.
-        memory_retries: of this rank, because its device had too little memory for a pass.
+        memory_retries: because the device had too little memory for a pass.
         seconds: wall time.
         policy_version: newest policy version among the samples.
     """
@@ -87,8 +86,6 @@ class Learner:
     Args:
         head: trained in place, on its device.
         config: [training].
-        ranks: with more than one, ``step`` is called by all of them together, each with its share
-            of the samples, after ``take_rank_0`` has given all of them the same weights.
         schedule: of the learning rate; that of ``config``, without decay, if None.
     """
 
@@ -96,7 +93,6 @@ class Learner:
         self,
         head: Draft,
         config: TrainingConfig,
-        ranks: Ranks | None = None,
         schedule: Schedule | None = None,
     ) -> None:
         self.head = head.float()
@@ -109,7 +105,6 @@ class Learner:
         self._schedule = schedule or Schedule(config.learning_rate, config.warmup_steps)
         self._weights = step_weights(config.ttt_steps, config.step_weight_decay)
         self._optimizer = DraftOptimizer(head, config)
-        self._ranks = ranks or Ranks()
         self._pass_tokens = config.forward_tokens
         self._steps_of_the_size = 0
         self._copied: torch.cuda.Event | None = None
@@ -117,13 +112,12 @@ class Learner:
             torch.cuda.set_per_process_memory_fraction(config.gpu_memory_fraction, self.head.device)
 
     def step(self, samples: Sequence[Sample], policy_heads: PolicyHeads) -> StepMetrics:
-        """One optimizer step on all of ``samples``, of all ranks.
+        """One optimizer step on all of ``samples``.
 
-        Every rank's loss is divided by the anchors of all ranks, so the sum of their gradients is
-        that of one rank with all samples. A non-finite loss or gradient norm leaves weights and
-        optimizer as they were, on every rank, and is counted in ``steps_skipped``.
+        A non-finite loss or gradient norm leaves weights and optimizer as they were, and is
+        counted in ``steps_skipped``.
 
-        Where a device has too little memory, its passes are made half as long, down to
+        Where the device has too little memory, the passes are made half as long, down to
         1 / ``_SMALLEST_PASS`` of ``forward_tokens``, and made again, once; they grow back after a
         while.
 
@@ -131,35 +125,34 @@ class Learner:
         raised, are left out.
 
         Args:
-            samples: this rank's share; at least one on some rank.
+            samples: at least one.
             policy_heads: must hold their policy versions.
 
         Raises:
             RefusedError: a policy version is not held, or memory is too little for half a pass
-                (``DEVICE_MEMORY``), here or on another rank; nothing was changed on any of them.
-            RankLostError: another rank is gone.
+                (``DEVICE_MEMORY``); nothing was changed.
         """
         started = time.perf_counter()
         steps, samples = self.config.ttt_steps, self._within_the_window(samples)
-        parts, tally = self._agree(samples, policy_heads)
-        counts, tokens = tally[:, :steps].sum(0), int(tally[:, steps].sum())
+        parts = list(self._collated(samples, policy_heads))
+        counts = torch.zeros(steps, dtype=torch.int64)
+        for _, valid in parts:
+            counts += valid.flatten(1).sum(1)
         totals, retries = self._passes(parts, counts.clamp(min=1)), 0
         if totals is None:
-            # The same sums by smaller passes: no other rank needs to know.
             retries, parts = 1, []
             least = max(self.config.forward_tokens // _SMALLEST_PASS, 1)
             self._resize(max(self._pass_tokens // 2, least))
             totals = self._passes(self._collated(samples, policy_heads), counts.clamp(min=1))
-        failed = totals is None
         if totals is None:
-            totals = torch.zeros(1 + steps * len(METRICS), dtype=torch.float64)
-        *_, ranks_failed = totals = self._ranks.sum(torch.cat([totals, torch.tensor([failed])]))
-        if ranks_failed:
-            self._optimizer.clear_gradients()
-            raise _too_little_memory(f"{self._pass_tokens} tokens" if failed else "another rank's")
-        self._ranks.sum_gradients(self._optimizer.with_gradients())
+            raise RefusedError(
+                DEVICE_MEMORY,
+                f"too little for {self._pass_tokens} tokens",
+                "room for half a pass",
+                "lower training.forward_tokens, or what else is on the device",
+            )
         norm = self._optimizer.gradient_norm()
-        sums = totals[1:-1].view(steps, len(METRICS))
+        sums = totals[1:].view(steps, len(METRICS))
         means = sums / torch.where(counts > 0, counts, torch.nan)[:, None]
         columns = {name: tuple(means[:, i].tolist()) for i, name in enumerate(METRICS)}
         finite = bool(totals.isfinite().all()) and norm < float("inf")
@@ -189,10 +182,10 @@ class Learner:
             grad_norm=norm,
             learning_rate=rate,
             anchors=int(counts[0]),
-            tokens=tokens,
+            tokens=sum(sample.tokens for sample in samples),
             memory_retries=retries,
             seconds=time.perf_counter() - started,
-            policy_version=int(tally[:, steps + 1].max()),
+            policy_version=max((sample.policy_version for sample in samples), default=-1),
         )
 
     @torch.no_grad()
@@ -287,14 +280,10 @@ class Learner:
                 )
         for name, tensor in own.items():
             tensor.copy_(state[name])
-        self._take_counters(state)
-
-    def take_rank_0(self) -> None:
-        """Have every rank take rank 0's state; called by all of them together."""
-        self._wait_for_copy()
-        own = self.tensors
-        self._ranks.broadcast(own)
-        self._take_counters(own)
+        for name in _COUNTERS:
+            setattr(self, name, int(state[f"counter.{name}"]))
+        halvings, measured = state["pace"].tolist()
+        self.pace = Pace(halvings, bool(measured))
 
     def _within_the_window(self, samples: Sequence[Sample]) -> Sequence[Sample]:
         window, steps = self.head.config.max_row_tokens, self.config.ttt_steps
@@ -306,37 +295,6 @@ class Learner:
             logger.warning(text, left_out, len(samples), window, steps)
         return fitting
 
-    def _agree(
-        self, samples: Sequence[Sample], policy_heads: PolicyHeads
-    ) -> tuple[list[tuple[Batch, Tensor]], Tensor]:
-        """This rank's batches, and of every rank: counts [K], tokens, newest policy version."""
-        steps = self.config.ttt_steps
-        parts: list[tuple[Batch, Tensor]] = []
-        # A refusal is told to the others first: they would wait for this rank until the deadline.
-        # Not in a variable: its traceback would keep this frame's tensors until the cyclic
-        # collector runs.
-        refusal: list[RefusedError] = []
-        try:
-            parts = list(self._collated(samples, policy_heads))
-        except RefusedError as error:
-            refusal.append(error)
-        counts = torch.zeros(steps, dtype=torch.int64)
-        for _, valid in parts:
-            counts += valid.flatten(1).sum(1)
-        own = [
-            sum(sample.tokens for sample in samples),
-            max((sample.policy_version for sample in samples), default=-1),
-            len(refusal),
-        ]
-        tally = self._ranks.gather(torch.cat([counts, torch.tensor(own)]))
-        if refusal:
-            raise refusal.pop()
-        found = tally[:, -1].tolist()
-        if any(found):
-            where = f"refused by rank {found.index(1)}"
-            raise RefusedError("samples", where, "none refused", "see that rank's log")
-        return parts, tally
-
     def _collated(
         self, samples: Sequence[Sample], policy_heads: PolicyHeads
     ) -> Iterator[tuple[Batch, Tensor]]:
@@ -345,8 +303,11 @@ class Learner:
             yield batch, valid_targets(batch, steps)
 
     def _passes(self, parts: Iterable[tuple[Batch, Tensor]], denominators: Tensor) -> Tensor | None:
-        """The loss, then METRICS of every TTT step, summed over this rank's passes, with gradients;
-        None, and none, where the device had too little memory."""
+        """The loss, then METRICS of every TTT step, summed over the passes, with gradients.
+
+        None where the device had too little memory. Raises RefusedError: a policy version is not
+        held. Neither leaves gradients.
+        """
         self._optimizer.clear_gradients()
         totals = torch.zeros(
             1 + self.config.ttt_steps * len(METRICS), dtype=torch.float64, device=self.head.device
@@ -357,10 +318,10 @@ class Learner:
             return totals.cpu()
         except torch.OutOfMemoryError as error:
             logger.warning("out of memory in passes of %d tokens: %s", self._pass_tokens, error)
-        except RefusedError as error:
-            # A second try reads the policy versions again, and one may be gone. The other ranks
-            # wait for this one's sum all the same.
-            logger.info("passes were not made again: %s", error)
+        except RefusedError:
+            # A second try reads the policy versions again, and one may be gone.
+            self._optimizer.clear_gradients()
+            raise
         # Not in the handler: the exception holds what the pass held.
         self._optimizer.clear_gradients()
         if self.head.device.type == "cuda":
@@ -396,18 +357,3 @@ class Learner:
             return averaged
         begin = dict(served.named_parameters())
         return {n: begin[n].to(w.device, w.dtype).lerp(w, share) for n, w in averaged.items()}
-
-    def _take_counters(self, state: Mapping[str, Tensor]) -> None:
-        for name in _COUNTERS:
-            setattr(self, name, int(state[f"counter.{name}"]))
-        halvings, measured = state["pace"].tolist()
-        self.pace = Pace(halvings, bool(measured))
-
-
-def _too_little_memory(what: str) -> RefusedError:
-    return RefusedError(
-        DEVICE_MEMORY,
-        f"too little for {what}",
-        "room for half a pass",
-        "lower training.forward_tokens, or what else is on the device",
-    )

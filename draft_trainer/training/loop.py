@@ -27,7 +27,6 @@ from draft_trainer.releases.gate import Gate
 from draft_trainer.releases.promotions import Promotions
 from draft_trainer.releases.registry import Registry
 from draft_trainer.training.economy import Economy, training_nice
-from draft_trainer.training.followers import Followers
 from draft_trainer.training.learner import DEVICE_MEMORY, Learner
 from draft_trainer.training.state import LearnerStates, Position
 from slipstream.errors import RefusedError
@@ -47,8 +46,6 @@ class TrainingLoop:
 
     Attributes:
         learner: the weights; training continues from them whether or not a candidate passed.
-            With several ranks, rank 0's.
-        followers: the other ranks.
         states: what a restart resumes from.
         position: of the learner's weights in the data.
         runs: whose current run is trained on.
@@ -65,7 +62,6 @@ class TrainingLoop:
     """
 
     learner: Learner
-    followers: Followers
     states: LearnerStates
     position: Position
     runs: Runs
@@ -109,12 +105,8 @@ class TrainingLoop:
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), nice)
         torch.set_num_threads(self.config.training.threads)
         try:
-            self.followers.begin(self.learner.head, self.learner.config)
-            self.learner.take_rank_0()
             self._train()
-            with self.followers.kept_waiting():
-                self.states.save_last(self.learner, self.position)
-            self.followers.end()
+            self.states.save_last(self.learner, self.position)
         finally:
             if not self._stopping.is_set():
                 self.counters.training_error = "the training thread ended with an error"
@@ -135,7 +127,6 @@ class TrainingLoop:
                 continue
             drawn = self._stored(partial(self._draw, run))
             if drawn is None:
-                self.followers.keep_alive()
                 self._stopping.wait(_RETRY_S)
                 continue
             if not drawn.samples:
@@ -147,7 +138,7 @@ class TrainingLoop:
                 self._begin_run(run)
             shortage = ""
             try:
-                metrics = learner.step(self.followers.give(drawn.samples, run.heads), run.heads)
+                metrics = learner.step(drawn.samples, run.heads)
             except RefusedError as error:
                 # A version was forgotten between draw and step: its samples are too old to train.
                 if error.field not in ("policy_version", DEVICE_MEMORY):
@@ -191,8 +182,7 @@ class TrainingLoop:
         self.counters.device_memory.labels("step").inc()
         self.counters.training_error = f"training waits: {error}"
         logger.error("training waits %.0f s: %s", self._retry_s, error)
-        with self.followers.kept_waiting():
-            self._stopping.wait(self._retry_s)
+        self._stopping.wait(self._retry_s)
         self._retry_s = min(2 * self._retry_s, _MOST_RETRY_S)
 
     def _draw(self, run: Run) -> Drawn:
@@ -215,8 +205,7 @@ class TrainingLoop:
             return not economy.looks_only
         if economy.looks_only and economy.measures(version):
             # Without candidates only this says how the served draft does on the new policy.
-            with self.followers.kept_waiting():
-                length = self.gate.measure(run)
+            length = self.gate.measure(run)
             if length is not None:
                 economy.measured(length, self.gate.drafting()[0])
         decision = economy.decide(version)
@@ -245,25 +234,18 @@ class TrainingLoop:
         self.position = replace(self.position, run_id=run.run_id)
         self._trained_against = 0
         self.learner.restart_optimizer()
-        self.followers.take_rank_0()
-        self.learner.take_rank_0()
 
     def _consider(self, run: Run) -> None:
         """Gate the weights if they moved since the last time, by states of the run they saw."""
         if not self._steps_since_candidate or run.run_id != self.position.run_id:
             return
         self._steps_since_candidate = 0
-        with self.followers.kept_waiting():
-            version = self._candidate(run)
-        # It may have moved the weights.
-        self.followers.take_rank_0()
-        self.learner.take_rank_0()
+        version = self._candidate(run)
         if version is not None:
             self.position = replace(self.position, newest_release=version)
             self._stored(partial(run.store.released, version))
             # A state from before a release is never resumed.
-            with self.followers.kept_waiting():
-                self.states.save(self.learner, self.position)
+            self.states.save(self.learner, self.position)
             self.on_release()
         else:
             self.states.moved()
@@ -336,10 +318,7 @@ class TrainingLoop:
     def _sleep(self) -> None:
         """Until samples arrive; then until none arrived for ``linger_s``, to fill a batch."""
         self.counters.idle = True
-        # While training is paused samples arrive all the time, and nothing else is sent.
-        self.followers.keep_alive()
-        while not self.arrived.wait(self.followers.patience):
-            self.followers.keep_alive()
+        self.arrived.wait()
         self.arrived.clear()
         until = time.monotonic() + 5 * self.config.training.linger_s
         while not self._stopping.is_set() and time.monotonic() < until:

@@ -113,16 +113,14 @@ class DraftOptimizer:
         }
         return named | {f"average.{name}": tensor for name, tensor in self._average.items()}
 
-    def with_gradients(self) -> list[torch.nn.Parameter]:
-        """All parameters, those that backward did not reach with a gradient of zeros."""
+    def gradient_norm(self) -> float:
+        """The global Euclidean norm; a parameter that backward did not reach gets zeros."""
+        gradients = []
         for p in self._parameters.values():
             if p.grad is None:
                 p.grad = torch.zeros_like(p)
-        return list(self._parameters.values())
-
-    def gradient_norm(self) -> float:
-        """The global Euclidean norm."""
-        return float(get_total_norm([p.grad for p in self.with_gradients() if p.grad is not None]))
+            gradients.append(p.grad)
+        return float(get_total_norm(gradients))
 
     @torch.no_grad()
     def step(self, rate: float, norm: float) -> None:

@@ -1,8 +1,8 @@
-"""Two ranks on gloo: ``examples.torch_loop`` on FSDP2, a policy cut in two, and a sharded one.
+"""Two ranks on gloo: ``examples.torch_loop`` on FSDP2, and a policy that is sharded otherwise.
 
-``python -m tests.adapters.ranks LOOP_TRAINER CONTROL PIPELINE_TRAINER POLICY OUT``; each rank
-writes what it saw to ``OUT/rank-N.json``. One interpreter forks into two: importing twice would
-cost more than everything else.
+``python -m tests.adapters.ranks TRAINER CONTROL POLICY OUT``; each rank writes what it saw to
+``OUT/rank-N.json``. One interpreter forks into two: importing twice would cost more than everything
+else.
 """
 
 from __future__ import annotations
@@ -18,19 +18,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-from transformers import AutoModelForCausalLM
 
 from examples.arithmetic_grpo.task import Problem
 from examples.torch_loop.train import load, train
 from policy_bridge import BridgeConfig, PolicyBridge
 from policy_bridge.adapters.completions import Completion
-from policy_bridge.adapters.pipeline import PipelineCapture, StagedPolicy
 from tests.policy_bridge.sharded_process import check_rank
 
 STEPS = 2
-CUT, AUX_LAYERS = 5, (2, 5, 7)
+AUX_LAYERS = (2, 5, 7)
 DEADLINE = 300.0
 TIMEOUT = timedelta(seconds=240)
 
@@ -88,81 +85,13 @@ def loop(policy: Path, trainer: str, control: str) -> dict[str, Any]:
     }
 
 
-def batches() -> list[torch.Tensor]:
-    """Two micro-batches of different widths, without padding."""
-    generator = torch.Generator().manual_seed(5)
-    return [torch.randint(4, 100, shape, generator=generator) for shape in ((3, 20), (2, 28))]
-
-
-def completion_mask(ids: torch.Tensor) -> torch.Tensor:
-    """Everything but the first six tokens."""
-    return (torch.arange(ids.shape[1]) >= 6).expand(ids.shape)
-
-
-def pipeline(policy: Path, trainer: str) -> dict[str, Any]:
-    """The log-prob pass of a policy whose layers lie on two ranks, shipped from the second."""
-    rank = dist.get_rank()
-    model = AutoModelForCausalLM.from_pretrained(policy, dtype=torch.float32).eval()
-    first, layers = rank * CUT, model.model.layers[rank * CUT : CUT if rank == 0 else None]
-    total = len(model.model.layers)
-    model.model.layers = layers
-    embeddings = model.model.embed_tokens.weight.detach().clone()
-    if rank == 0:
-        model.model.norm = nn.Identity()
-        dist.send(embeddings, dst=1)
-    else:
-        dist.recv(embeddings.zero_(), src=0)
-    stage = PipelineCapture(
-        {first + i: layer for i, layer in enumerate(layers)}, AUX_LAYERS, dist.new_group()
-    )
-    finals = []
-    with stage, torch.no_grad():
-        for ids in batches():
-            if rank == 0:
-                dist.send(model.model(ids, use_cache=False).last_hidden_state, dst=1)
-            else:
-                hidden = torch.empty(*ids.shape, embeddings.shape[1])
-                dist.recv(hidden, src=0)
-                output = model.model(inputs_embeds=hidden, use_cache=False)
-                finals.append(output.last_hidden_state)
-    gathered = stage.gather()
-    if rank == 0:
-        return {"gathered": len(gathered), "layers": len(layers)}
-    whole = StagedPolicy(model, total, model.lm_head.weight, embeddings)
-    config = BridgeConfig(trainer, "pipeline", modules=StagedPolicy.PATHS)
-    with PolicyBridge(whole, config) as bridge:
-        bridge.wait_connected(DEADLINE)
-        with bridge.sync(0):
-            pass
-        for _ in range(2):
-            with bridge.capture(temperature=1.0) as capture:
-                for ids, aux, final in zip(batches(), gathered, finals, strict=True):
-                    whole(aux, final)
-                    capture.ship(ids, loss_mask=completion_mask(ids))
-            with torch.no_grad():
-                model.lm_head.weight.mul_(1.0)  # an optimizer step: nothing more of version 0
-        flushed = bridge.flush(DEADLINE)
-        stats = bridge.stats()
-    return {
-        "gathered": len(gathered),
-        "layers": len(layers),
-        "flushed": flushed,
-        "accepted": stats.accepted,
-        "shed": dict(stats.shed),
-        "last_error": stats.last_error,
-    }
-
-
 def main(argv: list[str]) -> int:
     child = os.fork()
     rank = int(child == 0)
-    loop_trainer, control, pipeline_trainer, policy, out = argv
+    trainer, control, policy, out = argv
     store = f"file://{out}/store"
     dist.init_process_group("gloo", timeout=TIMEOUT, init_method=store, rank=rank, world_size=2)
-    found = {
-        "loop": loop(Path(policy), loop_trainer, control),
-        "pipeline": pipeline(Path(policy), pipeline_trainer),
-    }
+    found = loop(Path(policy), trainer, control)
     check_rank()
     Path(out, f"rank-{rank}.json").write_text(json.dumps(found))
     dist.barrier()

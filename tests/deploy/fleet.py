@@ -1,4 +1,4 @@
-"""Rollout servers and trainer ranks that Ray places, or a trainer beside them."""
+"""Rollout servers that Ray places, and a trainer beside them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ from draft_trainer.releases.registry import Registry
 from examples.arithmetic_grpo.processes import Service, free_port
 from examples.local_services import ONE_THREAD, script
 from rollout_server.ray_fleet import FleetPlan, RayFleet, Report
-from rollout_server.ray_ranks import RanksPlan
 from slipstream.client import open_channel
 from slipstream.errors import RefusedError
 from slipstream.security import NONE, ClientCredentials
@@ -63,10 +62,7 @@ def cluster() -> Iterator[None]:
 
 
 class Kept:
-    """A fleet whose file is kept by a thread; ``command`` starts a server.
-
-    ``training`` has every number of ranks that trained, in order.
-    """
+    """A fleet whose file is kept by a thread; ``command`` starts a server."""
 
     def __init__(
         self,
@@ -75,11 +71,8 @@ class Kept:
         replicas: int = 2,
         ready_seconds: float = 600.0,
         credentials: ClientCredentials = NONE,
-        cpus: float = 1.0,
-        ranks: RanksPlan | None = None,
     ) -> None:
         self.members = folder / "fleet"
-        self.training: list[int] = []
         self.reports: dict[int, Report] = {}
         self.refusal: RefusedError | None = None
         first = free_ports(2 * replicas)
@@ -87,7 +80,6 @@ class Kept:
             tuple(command),
             replicas=replicas,
             members=self.members,
-            cpus=cpus,
             first_port=first,
             first_control_port=first + replicas,
             ready_seconds=ready_seconds,
@@ -97,9 +89,7 @@ class Kept:
         )
         self.controls = [first + replicas + index for index in range(replicas)]
         self._stop = threading.Event()
-        self._fleet = RayFleet(
-            self.plan, lambda reports: self.reports.update(reports), ranks, self.training.append
-        )
+        self._fleet = RayFleet(self.plan, lambda reports: self.reports.update(reports))
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
 
@@ -111,13 +101,6 @@ class Kept:
 
     def addresses(self) -> list[str]:
         return self.members.read_text().split()
-
-    def rank_actor(self, index: int) -> int:
-        """The process of a rank's actor."""
-        import ray
-
-        assert self._fleet._ranks is not None
-        return int(ray.get(self._fleet._ranks.actors.handles[index].report.remote()).pid)
 
     def close(self) -> None:
         self._stop.set()
@@ -146,10 +129,8 @@ def kept(
     replicas: int = 2,
     ready_seconds: float = 600.0,
     credentials: ClientCredentials = NONE,
-    cpus: float = 1.0,
-    ranks: RanksPlan | None = None,
 ) -> Iterator[Kept]:
-    fleet = Kept(folder, command, replicas, ready_seconds, credentials, cpus, ranks)
+    fleet = Kept(folder, command, replicas, ready_seconds, credentials)
     try:
         yield fleet
     finally:
@@ -158,19 +139,6 @@ def kept(
 
 def trainer_of(folder: Path, draft: Path) -> Service:
     """A draft trainer that finds the fleet in its file."""
-    config, address = trainer_file(folder, draft)
-    command = [script("draft-trainer"), "serve", "--config", str(config)]
-    return Service("draft-trainer", command, folder / "trainer.log", address, ONE_THREAD)
-
-
-def ranks_of(config: Path, address: str, size: int, cpus: float, gpus: float) -> RanksPlan:
-    """The plan of a trainer's ranks."""
-    command = (sys.executable, "-m", "draft_trainer.cli.main", "serve", "--config", str(config))
-    return RanksPlan(command, size, address, cpus, gpus, host="127.0.0.1", ready_seconds=300.0)
-
-
-def trainer_file(folder: Path, draft: Path) -> tuple[Path, str]:
-    """Write a trainer's configuration; the file and the trainer's address."""
     config, port = folder / "trainer.toml", free_port()
     config.write_text(
         f"[server]\nport = {port}\nmetrics_port = 0\nshared_memory = ''\n"
@@ -178,7 +146,9 @@ def trainer_file(folder: Path, draft: Path) -> tuple[Path, str]:
         "[replay]\ncapacity_bytes = 1048576\n[training]\ncpu_kernels = 'off'\n"
         '[publish]\nrollout_servers = ["file:fleet"]\nreconcile_s = 0.5\n'
     )
-    return config, f"127.0.0.1:{port}"
+    command = [script("draft-trainer"), "serve", "--config", str(config)]
+    log = folder / "trainer.log"
+    return Service("draft-trainer", command, log, f"127.0.0.1:{port}", ONE_THREAD)
 
 
 def memory_server(folder: Path, draft: str) -> list[str]:
@@ -198,30 +168,13 @@ def wait_for(what: Callable[[], bool], seconds: float = 240.0) -> float:
 
 def pids(control_port: int) -> dict[str, int]:
     """The processes of one replica: its supervisor and its server."""
-    found = _processes(str(control_port))
-    return {"supervisor" if supervises else "server": pid for pid, supervises in found.items()}
-
-
-def rank_pids(config: Path) -> dict[int, int]:
-    """The trainer's processes, by rank."""
-    found = {}
-    for pid, supervises in _processes(str(config)).items():
-        with suppress(OSError):
-            entries = Path(f"/proc/{pid}/environ").read_bytes().decode().split("\0")
-            if not supervises:
-                variables = dict(entry.partition("=")[::2] for entry in entries)
-                found[int(variables["RANK"])] = pid
-    return found
-
-
-def _processes(word: str) -> dict[int, bool]:
-    """Processes with ``word`` on their command line; True for supervisors."""
     found = {}
     for entry in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):  # it ended meanwhile
             words = (entry / "cmdline").read_bytes().decode().split("\0")
-            if word in words:
-                found[int(entry.name)] = "rollout_server.owned_process" in words
+            if str(control_port) in words:
+                supervises = "rollout_server.owned_process" in words
+                found["supervisor" if supervises else "server"] = int(entry.name)
     return found
 
 

@@ -67,40 +67,45 @@ def test_ray_fleet_fits_cluster_and_trainer_config(
     program, command, *arguments = shlex.split(JOB["spec"]["entrypoint"])
     assert (program, command) == ("rollout-server", "fleet")
     options, serve = build_parser().parse_known_args(arguments)
-    assert options.trainer == Path("/etc/slipstream/trainer.toml")
-    devices = {}
-    for name, group in groups().items():
-        (one,) = containers(group["template"]["spec"])
-        devices[name] = gpus(one)
+    for group in groups().values():
         check_tolerations(group["template"]["spec"])
-        mounted = {m["mountPath"] for m in one["volumeMounts"]}
-        assert {str(options.trainer.parent), TRAINER.server.shared_memory} <= mounted
-    # Rank 0 and the policy are on the driver's node, the head's; the servers take the others.
-    policy = devices["head"] - options.trainer_gpus
-    assert policy > 0 and devices["rollouts"] == options.gpus
-    assert options.trainer_ranks == 1
+    trainer, head = containers(groups()["head"]["template"]["spec"])
+    (worker,) = containers(groups()["rollouts"]["template"]["spec"])
+    program, command, option, file = trainer["command"]
+    assert (program, command, option) == ("draft-trainer", "serve", "--config")
+    address = f"{TRAINER.server.host}:{TRAINER.server.port}"
+    for probe in ("startupProbe", "livenessProbe"):
+        assert trainer[probe]["exec"]["command"][-2:] == ["slipstream.serving", address]
+    mounted = [{m["mountPath"] for m in one["volumeMounts"]} for one in (trainer, head, worker)]
+    assert all(TRAINER.server.shared_memory in paths for paths in mounted)
+    assert str(Path(file).parent) in mounted[0]
+    # The policy is on the head, and the servers are not: they ask for more CPUs than it has.
+    assert gpus(worker) == options.gpus and gpus(head) > 0
+    cpus = [int(groups()[name]["rayStartParams"]["num-cpus"]) for name in ("head", "rollouts")]
+    assert cpus[0] < options.cpus <= cpus[1]
+    assert {"name": "OMP_NUM_THREADS", "value": "1"} in worker["env"]
     assert options.replicas == groups()["rollouts"]["replicas"]
-    share = options.trainer_gpus / (policy + options.replicas * options.gpus)
+    share = gpus(trainer) / (gpus(head) + options.replicas * options.gpus)
     assert TRAINER.economy.training_share == pytest.approx(share, abs=0.005)
     assert TRAINER.training.device == "cuda"
-    assert options.trainer_address == f"{TRAINER.server.host}:{TRAINER.server.port}"
     assert TRAINER.publish.rollout_servers == (f"file:{options.members}",)
     assert f"--draft-length {TRAINER.publish.num_speculative_tokens}" in " ".join(serve)
     # Who writes the file and who reads it see the same folder.
-    (head,) = containers(groups()["head"]["template"]["spec"])
-    mounted = {m["mountPath"] for m in head["volumeMounts"]}
-    assert {str(options.members.parent), str(TRAINER.draft.registry.parent)} <= mounted
+    shared_folders = {str(options.members.parent), str(TRAINER.draft.registry.parent)}
+    assert shared_folders <= mounted[0] & mounted[1]
     # A file for the bridge on each of the policy's GPUs, and the one that it moves from.
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    bridge = BridgeConfig(options.trainer_address, "run")
+    bridge = BridgeConfig(address, "run")
     assert bridge.shared_memory == TRAINER.server.shared_memory
     volumes = groups()["head"]["template"]["spec"]["volumes"]
     (shared,) = (size(v["emptyDir"]["sizeLimit"]) for v in volumes if v["name"] == "shm")
-    files = policy * (file_bytes(bridge.outbox_bytes) + bridge.outbox_bytes)
+    files = gpus(head) * (file_bytes(bridge.outbox_bytes) + bridge.outbox_bytes)
     # Ray takes the memory of its objects there too, up to nearly all of it where none is given.
     assert shared > files + int(groups()["head"]["rayStartParams"]["object-store-memory"])
     assert shared < size(head["resources"]["limits"]["memory"])
     machines = (FOLDER / "cluster.yaml").read_text()
+    cpus = [int(number) for number in re.findall(r"- ray start .*--num-cpus=(\d+)", machines)]
+    assert cpus[0] < options.cpus <= cpus[1] and "--env=OMP_NUM_THREADS=1" in machines
     (shm,) = re.findall(r"--shm-size=(\w+)", machines)
     (objects,) = re.findall(r"ray start --head .*--object-store-memory=(\d+)", machines)
     assert size(shm) > files + int(objects)

@@ -22,6 +22,7 @@ YOURS = {
     *("model", "optimizer", "rewards", "args", "dataset", "prompts", "steps", "loss", "T"),
     *("generate_and_score", "sampled_log_probs", "micro_batches", "whole", "policy", "worker"),
     *("data", "generation", "finals", "bridge", "version", "pipeline_ranks"),
+    *("num_layers", "lm_head", "embed_tokens"),
     *("names", "dtypes", "shapes", "broadcast_weights", "whole_weights"),
 }
 """Names that a snippet takes from the loop that it goes into."""

@@ -18,11 +18,13 @@ from typing import Any
 
 import grpc
 import pytest
+import torch
 
 from draft_trainer.cli.main import main
 from draft_trainer.config import TrainerConfig
 from draft_trainer.kernels.library import using_kernels
 from draft_trainer.releases.reconcile import Reconciler
+from draft_trainer.training.device import training_device
 from examples.arithmetic_grpo.processes import free_port
 from slipstream.client import open_channel
 from slipstream.v1 import draft_trainer_pb2 as pb
@@ -192,6 +194,19 @@ def test_serve_unusable_files_are_named(tmp_path: Path, capsys: Capture) -> None
     (tmp_path / "file").write_text("")
     line = serve(draft={"registry": str(tmp_path / "file" / "registry")})
     assert "draft.registry" in line and "Not a directory" in line
+
+
+def test_serve_without_gpu_is_refused(
+    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    given = ("serve", "--config", str(write_config(tmp_path, training={"device": "cuda"})))
+    assert 'training.device: found "cuda", and torch sees no GPU' in refused(capsys, *given)
+    assert not (tmp_path / "registry").exists()
+    code, out = run(capsys, *given, "--check")
+    assert code == 1 and "torch sees no GPU" in out
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert training_device("cuda") == torch.device("cuda", 0)
 
 
 def test_serve_check_prints_config_and_problems(tmp_path: Path, capsys: Capture) -> None:

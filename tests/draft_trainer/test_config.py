@@ -34,6 +34,20 @@ def refused(**sections: Any) -> RefusedError:
             "learning_rate",
             "rename it to learning_rate",
         ),
+        (
+            {"training": {"rank_timeout_s": 300.0}},
+            "training.rank_timeout_s",
+            "removed",
+            "learning_rate",
+            "the trainer is one process; train a larger draft on a larger GPU",
+        ),
+        (
+            {"training": {"rank_timeout_s": 300.0, "ttt_steps": 0}},
+            "training.ttt_steps",
+            "0",
+            "greater than",
+            "removed key: training.rank_timeout_s, remove it",
+        ),
         ({"server": {"port": "50051"}}, "server.port", "'50051'", "integer", "fix"),
         ({"server": 7}, "server", "7", "a [section]", "fix"),
         (

@@ -232,27 +232,6 @@ def test_fit_killed_after_its_end_is_finished_by_resume(
     assert (out / "training.svg").is_file() and not (out / "state").exists()
 
 
-def test_two_ranks_fit_as_one(work: Work) -> None:
-    torchrun = [str(Path(sys.executable).parent / "torchrun"), "--standalone"]
-    program = ["--no-python", sys.executable, "-c", PROGRAM, "0", "0", *work.arguments("ranks")]
-    done = subprocess.run(
-        [*torchrun, "--nproc-per-node", "2", *program],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stderr.count("expected acceptance length") == 6  # rank 0 alone speaks
-    for kind, name in (("step", "loss"), ("evaluation", "acceptance_length")):
-        ours = [e[name] for e in work.events("ranks", kind)]
-        alone = [e[name] for e in work.events("whole", kind)]
-        # The sums differ in their order; Adam amplifies that where gradients are near 0.
-        assert ours == pytest.approx(alone, rel=2e-3), kind
-        assert ours[:3] == pytest.approx(alone[:3], rel=1e-5), kind
-
-
 def test_refusals_by_name(
     work: Work,
     killed: Path,

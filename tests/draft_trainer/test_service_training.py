@@ -365,18 +365,6 @@ def test_samples_stale_during_a_pause_are_not_lost(tmp_path: Path) -> None:
         assert {r: n for r, n in status.evicted_by_reason.items() if n} == {"unneeded": pending}
 
 
-def test_paused_trainer_keeps_other_ranks_alive(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Their deadline ends training if rank 0 says nothing, however often it is woken."""
-    with feeding(make_config(tmp_path, economy={"mode": "never"})) as (server, client):
-        told = threading.Semaphore(0)
-        monkeypatch.setattr(server.loop.followers, "keep_alive", told.release)
-        for seed in range(3):
-            client.send(*rollouts(1, seed))
-            assert told.acquire(timeout=DEADLINE)
-
-
 def test_a_paused_trainer_wants_a_whole_sample_at_least(tmp_path: Path) -> None:
     sections = {"gate": {"min_anchors": 1}, "publish": {"num_speculative_tokens": 1}}
     config = make_config(tmp_path, economy={"mode": "never"}, **sections)

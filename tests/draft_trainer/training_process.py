@@ -4,8 +4,6 @@ It trains a synthetic draft of a mechanism (``--kind``) from where the folder's 
 saves after every step, and appends one line per step to ``losses.txt`` once that step is saved.
 ``--die-at EVENT:N`` has it kill itself at the N-th audit event of that name about a state, which
 Python raises just before the system call; ``--die-after SECONDS``, so long after its first line.
-Under torchrun it is one rank of several, of which rank 0 saves and writes; ``--ruin N`` has the
-last rank compute NaN in that step, ``--lose N`` kill itself before it.
 """
 
 from __future__ import annotations
@@ -19,14 +17,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
 from draft_trainer.config import TrainingConfig
 from draft_trainer.drafters import Draft
 from draft_trainer.offline.data import steps_of
 from draft_trainer.training.learner import Learner
 from draft_trainer.training.optimizer import Schedule
-from draft_trainer.training.ranks import RankLostError, Ranks, shares
 from draft_trainer.training.state import StateStore, head_facts
 from tests.draft_trainer.synthetic import Policy, dflash_head, draft_model_head, head, mtp_head
 
@@ -50,78 +46,49 @@ def main() -> None:
     parser.add_argument("--kind", choices=HEADS, default="eagle3")
     parser.add_argument("--die-at", default="")
     parser.add_argument("--die-after", type=float)
-    parser.add_argument("--ruin", type=int)
-    parser.add_argument("--lose", type=int)
     options = parser.parse_args()
     torch.set_num_threads(1)
     if options.die_at:
         die_at(options.die_at)
-    ranks = Ranks.join(60.0)
-    try:
-        train(options, ranks)
-    except RankLostError as error:
-        # A group that outlives its last exchange can abort the process when the interpreter ends.
-        sys.exit(f"lost: {error}; group left: {not dist.is_initialized()}")
+    train(options.folder, options.epochs, options.kind, options.die_after)
 
 
 def train_here(folder: Path, epochs: int, kind: str = "eagle3") -> None:
-    """The same in the calling process, alone."""
+    """The same in the calling process."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        unset = dict.fromkeys(("die_after", "ruin", "lose"))
-        train(argparse.Namespace(folder=folder, epochs=epochs, kind=kind, **unset), Ranks())
+        train(folder, epochs, kind)
     finally:
         torch.set_num_threads(threads)
 
 
-def train(options: argparse.Namespace, ranks: Ranks) -> None:
+def train(folder: Path, epochs: int, kind: str, die_after: float | None = None) -> None:
     """Train from the newest state to the end of the last epoch."""
     samples = Policy(0, 4.0).samples(32)
-    head = HEADS[options.kind](ranks.rank)
+    head = HEADS[kind](0)
     heads = Policy(0, 4.0).heads(rows=head.target_ids())
-    lengths = [sample.tokens for sample in samples]
-    steps = list(steps_of(lengths, 80, seed=7, epochs=options.epochs))
-    # Not rank 0's weights: it must give them to the others.
-    learner = Learner(head, CONFIG, ranks, SCHEDULE)
-    done, store = 0, None
+    steps = list(steps_of([sample.tokens for sample in samples], 80, seed=7, epochs=epochs))
+    learner = Learner(head, CONFIG, SCHEDULE)
     # Not the test kills it: a test that is held up would find that the training has ended.
-    dying = threading.Timer(options.die_after or 0.0, os.kill, (os.getpid(), signal.SIGKILL))
-    if ranks.rank == 0:
-        store = StateStore(options.folder / "states", head_facts(head.config))
-        state = store.load()
-        if state is not None:
-            learner.load_state_dict(state.tensors)
-            done = int(state.position["done"])
-    learner.take_rank_0()
-    with (options.folder / "losses.txt").open("a") as log:
-        if ranks.rank == 0:
-            print(f"begins {learner.steps}", file=log, flush=True)
-            if options.die_after is not None:
-                dying.start()
+    dying = threading.Timer(die_after or 0.0, os.kill, (os.getpid(), signal.SIGKILL))
+    store = StateStore(folder / "states", head_facts(head.config))
+    state, done = store.load(), 0
+    if state is not None:
+        learner.load_state_dict(state.tensors)
+        done = int(state.position["done"])
+    with (folder / "losses.txt").open("a") as log:
+        print(f"begins {learner.steps}", file=log, flush=True)
+        if die_after is not None:
+            dying.start()
         while done < len(steps):
-            last = ranks.rank == ranks.size - 1
-            if last and learner.steps == options.lose:
-                os.kill(os.getpid(), signal.SIGKILL)
-            chosen, done = steps[done][1], done + 1
-            mine = shares([lengths[i] for i in chosen], ranks.size)[ranks.rank]
-            batch = [samples[chosen[i]] for i in mine]
-            if last and learner.steps == options.ruin and not learner.steps_skipped:
-                batch = [sample.repacked(aux=sample.aux * float("nan")) for sample in batch]
+            batch, done = [samples[i] for i in steps[done][1]], done + 1
             metrics = learner.step(batch, heads)
-            if metrics.skipped:
-                print(f"rank {ranks.rank} skipped {learner.steps_skipped}", flush=True)
-                continue
-            if store is not None:
-                store.save(learner.state_dict(), learner.steps, {"done": done})
-                line = f"step {learner.steps} {metrics.loss.hex()} {metrics.anchors}"
-                print(line, file=log, flush=True)
+            store.save(learner.state_dict(), learner.steps, {"done": done})
+            line = f"step {learner.steps} {metrics.loss.hex()} {metrics.anchors}"
+            print(line, file=log, flush=True)
     dying.cancel()
-    if store is not None:
-        store.save(learner.state_dict(), learner.steps, {"done": done})
-    ranks.leave()
-    names = [path.read_text() for path in Path("/proc/self/task").glob("*/comm")]
-    print(f"rank {ranks.rank} leaves {sum('gloo' in name for name in names)} threads", flush=True)
+    store.save(learner.state_dict(), learner.steps, {"done": done})
 
 
 def die_at(text: str) -> None:

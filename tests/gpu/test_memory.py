@@ -14,6 +14,7 @@ from draft_trainer.config import TrainingConfig
 from draft_trainer.counters import Counters, total
 from draft_trainer.drafters.batch import Batch
 from draft_trainer.drafters.loss import chunks
+from draft_trainer.drafters.policy import PolicyHeads
 from draft_trainer.releases.gate import PASS_TOKENS, Gate
 from draft_trainer.training import learner as learner_module
 from draft_trainer.training.learner import DEVICE_MEMORY, Learner
@@ -88,6 +89,23 @@ def test_step_without_memory_changes_nothing(device: Device) -> None:
     assert all(parameter.grad is None for parameter in learner.head.parameters())
     device.most = math.inf
     assert not learner.step(policy.samples(40), policy.heads()).skipped
+
+
+def test_second_try_names_forgotten_policy(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its samples are too old then, and no memory is waited for."""
+    policy = Policy()
+    learner, heads = Learner(head(0), CONFIG), policy.heads()
+    before = learner.state_dict()
+
+    def short(*_: object) -> None:
+        monkeypatch.setattr(heads, "get", PolicyHeads(1).get)
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with monkeypatch.context() as patch, pytest.raises(RefusedError, match="policy_version"):
+        patch.setattr(learner, "_backward", short)
+        learner.step(policy.samples(40), heads)
+    assert all(torch.equal(before[name], value) for name, value in learner.state_dict().items())
+    assert all(parameter.grad is None for parameter in learner.head.parameters())
 
 
 def test_memory_shortage_leaves_no_tiny_passes(device: Device) -> None:

@@ -84,7 +84,7 @@ def test_step_and_writer_wait_for_state_copies(tmp_path: Path, log: list[str]) -
     assert all(torch.equal(found.tensors[name], value) for name, value in expected.items())
 
 
-@pytest.mark.parametrize("change", ["settle", "restart_optimizer", "load", "take_rank_0"])
+@pytest.mark.parametrize("change", ["settle", "restart_optimizer", "load"])
 def test_every_weight_change_waits_for_state_copies(change: str, log: list[str]) -> None:
     learner = Learner(head(0), CONFIG)
     before = learner.state_dict()

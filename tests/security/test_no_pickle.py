@@ -29,7 +29,6 @@ CARRIERS = {
 }
 ALLOWED = {
     # The policy's own ranks: one torch.distributed group, which carries its gradients as well.
-    "policy_bridge/adapters/pipeline.py": {"all_gather_object"},
     "examples/torch_loop/train.py": {"broadcast_object_list"},
     # A benchmark's own child processes, over pipes that nobody else has.
     "benchmarks/publish_faults/rig.py": {"multiprocessing.connection", "Pipe"},
