@@ -46,7 +46,8 @@ from draft_trainer.server.service import (
 )
 from draft_trainer.server.status import SNAPSHOT_SECONDS, FleetView, Status
 from draft_trainer.server.web import serve_web
-from draft_trainer.training.economy import Economy, core_seconds, training_nice
+from draft_trainer.training.cores import core_seconds, training_nice
+from draft_trainer.training.economy import Economy
 from draft_trainer.training.followers import Followers
 from draft_trainer.training.learner import Learner
 from draft_trainer.training.loop import TrainingLoop
@@ -273,7 +274,7 @@ class TrainerServer:
     def _open_samples(self, economy: Economy) -> None:
         def evicted(reason: str, samples: int) -> None:
             # While training is paused, samples grow old and make room on purpose.
-            unneeded = economy.looks_only and reason in ("capacity", "stale")
+            unneeded = economy.paused and reason in ("capacity", "stale")
             self._counters.samples_evicted.labels("unneeded" if unneeded else reason).inc(samples)
 
         replay = self._config.replay
@@ -361,11 +362,12 @@ def _max_tokens(config: TrainerConfig, head: Draft) -> int:
 
 
 def _wanted_tokens(config: TrainerConfig, economy: Economy, fleet: Fleet) -> int:
-    """Of each policy version; while training is paused, what measures the served draft."""
-    if not economy.looks_only:
+    """Tokens of each policy version that are of use; 0: all that a client likes to send."""
+    if economy.wants_states:
         return 0
-    if not economy.measures_next:
+    if config.economy.mode != "never":
         return 1  # the least that is bounded: a client still sends a sample
+    # Without training, what the gate needs for an imported release.
     held_out = config.replay.held_out_fraction or HELD_OUT_LEAST
     # A verification step takes up to one token more than are drafted. About half of the tokens of a
     # rollout are the prompt's, where nothing is drafted.

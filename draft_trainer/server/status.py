@@ -6,7 +6,6 @@ The page, ``draft-trainer top``, ``status`` and ``/metrics`` all show this messa
 from __future__ import annotations
 
 import logging
-import math
 import threading
 import time
 from collections import deque
@@ -305,9 +304,8 @@ class Status:
             status.MergeFrom(
                 pb.TrainerStatus(
                     training_decision=decision.reason,
-                    training_saves_seconds=decision.saving_seconds,
-                    training_costs_seconds=decision.cost_seconds,
                     training_paused=not decision.train,
+                    **vars(decision.figures),
                 )
             )
         status.diagnosis.extend(diagnose(status, self.config, self._recent[0]))
@@ -337,12 +335,11 @@ def _sent(status: pb.TrainerStatus) -> int:
 
 
 def _speed_up(servers: Iterable[console.ServerView]) -> float | None:
-    """Of the servers that drafted in the last minute and know it; a server's text is not trusted
-    to be a number above 0."""
+    """The mean over the servers that drafted in the last minute and know it."""
     known = [
         (server.last_minute.drafts, server.state.speed_up)
         for server in servers
-        if server.state.HasField("speed_up") and 0.0 < server.state.speed_up < math.inf
+        if server.state.HasField("speed_up")
     ]
     drafts = sum(weight for weight, _ in known)
     return sum(weight * value for weight, value in known) / drafts if drafts else None

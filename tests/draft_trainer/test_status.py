@@ -234,8 +234,6 @@ def server(drafts: int, speed_up: float | None) -> pb.ServerView:
 def test_speed_up_is_mean_over_drafts_of_the_fleet() -> None:
     assert status._speed_up([]) is None
     assert status._speed_up([server(100, None), server(0, 1.5)]) is None
-    for wrong in (float("nan"), float("inf"), -1.0, 0.0):
-        assert status._speed_up([server(100, wrong)]) is None
     found = status._speed_up([server(100, 1.0), server(300, 2.0), server(900, None)])
     assert found == pytest.approx(1.75)
 
