@@ -1,8 +1,7 @@
-"""Takes the pictures in docs/ from real services: ``python -m docs.screenshots``.
+"""Takes the picture of the page in docs/ from real services: ``python -m docs.screenshots``.
 
 Runs the demo (a real trainer, a real vLLM server, a policy that learns) and, once a release of its
-own is served and the policy has come far enough, takes ``docs/web.png`` from the page in Chromium
-and ``docs/top.png`` from what ``draft-trainer top`` draws: both, or none where one was not taken.
+own is served and the policy has come far enough, takes ``docs/web.png`` from the page in Chromium.
 Needs ``apt-get install chromium fonts-dejavu-core``.
 """
 
@@ -10,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import io
 import shutil
 import signal
 import subprocess
@@ -22,40 +20,18 @@ from functools import partial
 from pathlib import Path
 
 import grpc
-from rich.console import Console
-from rich.terminal_theme import TerminalTheme
 
-from draft_trainer.cli import top
 from slipstream.client import open_channel
 from slipstream.v1 import draft_trainer_pb2 as pb
 from slipstream.v1 import draft_trainer_pb2_grpc as pb_grpc
 
 DOCS = Path(__file__).resolve().parent
-COLUMNS, ROWS = 104, 34
 END_SECONDS = 120.0
 """The time that the demo may take to end its services."""
 
-CELL = (9, 19)
-"""Pixels of a character at 15 px."""
-
-THEME = TerminalTheme(
-    (16, 21, 28),
-    (228, 233, 240),
-    [
-        *((42, 53, 66), (255, 123, 114), (61, 219, 168), (242, 176, 74)),
-        *((127, 168, 255), (207, 155, 255), (79, 208, 232), (228, 233, 240)),
-    ],
-)
-PAGE = """<!doctype html><meta charset="utf-8"><style>
-html { background: #10151c; }
-body { margin: 0; padding: 14px 18px; height: 100vh; box-sizing: border-box; }
-pre { margin: 0; height: 100%; overflow: hidden; color: #e4e9f0; }
-pre { font: 15px/19px "DejaVu Sans Mono", monospace; }
-</style><pre>{code}</pre>"""
-
 
 def main(argv: list[str] | None = None) -> int:
-    """Take both pictures; 1 where Chromium is missing or the demo ended early."""
+    """Take the picture; 1 where Chromium is missing or the demo ended early."""
     parser = argparse.ArgumentParser(
         prog="python -m docs.screenshots", description=__doc__.split("\n")[0]
     )
@@ -82,7 +58,6 @@ def main(argv: list[str] | None = None) -> int:
         taken.mkdir()
         try:
             server = _wait(demo, run, options)
-            take_top(f"127.0.0.1:{server['port']}", taken / "top.png", Path(folder))
             url = f"http://127.0.0.1:{server['metrics_port']}/"
             take_page(url, taken / "web.png", Path(folder), 1400, 1480)
         finally:
@@ -135,20 +110,6 @@ def _wait(
 def _check(demo: subprocess.Popen[bytes]) -> None:
     if demo.poll() is not None:
         raise SystemExit(f"the demo ended with status {demo.returncode}")
-
-
-def take_top(address: str, picture: Path, scratch: Path) -> None:
-    """Take a picture of what ``draft-trainer top`` draws."""
-    console = Console(record=True, highlight=False, width=COLUMNS, file=io.StringIO())
-    with open_channel(address) as channel:
-        console.print(top.picture(top.Seen.of(pb_grpc.DraftTrainerStub(channel), address, 10.0)))
-    page = scratch / "top.html"
-    html = console.export_html(
-        theme=THEME, inline_styles=True, code_format=PAGE.replace("{ ", "{{ ").replace(" }", " }}")
-    )
-    page.write_text(html)
-    width, height = COLUMNS * CELL[0] + 40, ROWS * CELL[1] + 28
-    take_page(page.as_uri(), picture, scratch, width, height)
 
 
 def take_page(url: str, picture: Path, scratch: Path, width: int, height: int) -> None:

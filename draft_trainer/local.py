@@ -36,8 +36,7 @@ class LocalTrainer(AbstractContextManager["LocalTrainer"]):
             that are not named are free ones.
 
     Attributes:
-        address: host:port of the trainer, for ``BridgeConfig`` and for `draft-trainer status` and
-            `top`.
+        address: host:port of the trainer, for ``BridgeConfig`` and for `draft-trainer status`.
         url: of the trainer's page.
         releases: folder of the releases.
 

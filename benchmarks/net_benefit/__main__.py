@@ -44,7 +44,7 @@ from benchmarks.harness import (
     write,
 )
 from benchmarks.net_benefit.policy_loop import Workload, train
-from draft_trainer.training.economy import CoreSeconds, core_seconds
+from draft_trainer.training.cores import CoreSeconds, core_seconds
 from examples.arithmetic_grpo.processes import Service, Services, free_port
 from examples.local_services import (
     ARITHMETIC,

@@ -21,11 +21,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol
 import tyro
 from tyro.conf import UseAppendAction, arg, subcommand
 
+from draft_trainer.cli.console import Events, Status
 from draft_trainer.cli.doctor import Doctor
 from draft_trainer.cli.offline import Fit, Init, Record
 from draft_trainer.cli.plan import Plan
 from draft_trainer.cli.release_actions import Releases
-from draft_trainer.cli.top import Events, Status, Top
 from slipstream.errors import RefusedError
 
 if TYPE_CHECKING:
@@ -145,6 +145,9 @@ def tune_memory() -> None:
     gc.set_threshold(100_000, *gc.get_threshold()[1:])
 
 
+REMOVED = {"top": "use draft-trainer status --watch"}
+"""Commands that are gone, each with the next step."""
+
 _COMMANDS: Any = (
     Annotated[Serve, subcommand("serve")]
     | Annotated[Record, subcommand("record")]
@@ -152,7 +155,6 @@ _COMMANDS: Any = (
     | Annotated[Fit, subcommand("fit")]
     | Annotated[Plan, subcommand("plan")]
     | Annotated[Status, subcommand("status")]
-    | Annotated[Top, subcommand("top")]
     | Annotated[Doctor, subcommand("doctor")]
     | Annotated[Events, subcommand("events")]
     | Annotated[Releases, subcommand("releases")]
@@ -163,9 +165,13 @@ def parse(argv: Sequence[str] | None = None) -> Any:
     """The command that the arguments name, a dataclass of this package.
 
     Raises:
+        RefusedError: it is one of ``REMOVED``.
         SystemExit: 2, the arguments are wrong (told on stderr); 0, help or a completion script was
             asked for.
     """
+    name = next(iter(sys.argv[1:] if argv is None else argv), "")
+    if name in REMOVED:
+        raise RefusedError("command", f"{name}, which is removed", "another one", REMOVED[name])
     return tyro.cli(
         _COMMANDS,
         prog="draft-trainer",

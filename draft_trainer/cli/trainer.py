@@ -131,7 +131,13 @@ def print_json(value: object) -> None:
 
 
 def print_table(rows: Sequence[Sequence[object]]) -> None:
-    """Print rows in columns; the first row is the head.
+    """Print the lines of ``table``."""
+    for line in table(rows):
+        print(line)
+
+
+def table(rows: Sequence[Sequence[object]]) -> Iterator[str]:
+    """The lines of rows in columns; the first row is the head.
 
     A column whose head ends with a blank is aligned to the left, others to the right.
     """
@@ -142,7 +148,7 @@ def print_table(rows: Sequence[Sequence[object]]) -> None:
             cell.strip().ljust(width) if head.endswith(" ") else cell.strip().rjust(width)
             for cell, width, head in zip(row, widths, texts[0], strict=True)
         ]
-        print("  ".join(cells).rstrip())
+        yield "  ".join(cells).rstrip()
 
 
 def mebibytes(size: int) -> str:

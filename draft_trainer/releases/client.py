@@ -1,11 +1,14 @@
 """One rollout server: what the trainer asks of it, and a release ready to be staged there.
 
 A server that cannot be reached is a value here (``Failure``), never an exception: the trainer
-outlives its fleet. Texts that servers send are bounded and cleaned here, where they arrive.
+outlives its fleet. What servers send is checked here, where it arrives: texts are bounded and
+cleaned, and a figure that is no finite number is refused by name, and nothing else with it.
 """
 
 from __future__ import annotations
 
+import logging
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,7 +27,12 @@ from slipstream.v1 import rollout_server_pb2 as pb
 from slipstream.v1 import rollout_server_pb2_grpc as pb_grpc
 from slipstream.v1 import tensor_pb2
 
+logger = logging.getLogger(__name__)
+
 T = TypeVar("T")
+
+FIGURES = ("engine_seconds", "speed_up")
+"""Fields of a server's state that it measures of itself."""
 
 MAX_STAGED = 64
 """Ids of stages that are read of one server's state; a server holds one or two."""
@@ -90,12 +98,13 @@ class RolloutClient:
         self._config = config
         self._channel = open_channel(address, credentials=credentials)
         self._stub = pb_grpc.RolloutServerStub(self._channel)
+        self._refused: set[str] = set()
 
     def state(self, read_back: bool = False) -> pb.ServerState | Failure:
         """What it serves; with ``read_back`` its workers look into their memory for it."""
         request = pb.GetStateRequest(read_back=read_back)
         answer = self._ask(self._stub.GetState, request, self._config.state_timeout_s)
-        return answer if isinstance(answer, Failure) else cleaned(answer)
+        return answer if isinstance(answer, Failure) else self._checked(answer)
 
     def stage(
         self,
@@ -180,7 +189,7 @@ class RolloutClient:
         request = pb.WatchAcceptanceRequest(min_interval_ms=interval_ms)
         try:
             for report in self._stub.WatchAcceptance(request, timeout=timeout, metadata=self._who):
-                cleaned(report.state)
+                self._checked(report.state)
                 yield report
         except (grpc.RpcError, ValueError):
             return
@@ -193,7 +202,24 @@ class RolloutClient:
         self, method: Callable[..., Any], request: object, timeout: float
     ) -> pb.ServerState | Failure:
         answer = self._ask(method, request, timeout)
-        return answer if isinstance(answer, Failure) else cleaned(answer.state)
+        return answer if isinstance(answer, Failure) else self._checked(answer.state)
+
+    def _checked(self, state: pb.ServerState) -> pb.ServerState:
+        """Clean a state in place; a figure is refused once until a usable one has come."""
+        refused = set()
+        for name in FIGURES:
+            value = getattr(state, name)
+            if math.isfinite(value) and value >= 0:
+                continue
+            state.ClearField(name)  # type: ignore[arg-type]
+            refused.add(name)
+            if name not in self._refused:
+                expected = "a finite number, 0 or more"
+                next_step = "nothing is decided by it; restart that server if it does not recover"
+                error = RefusedError(f"{self.address}: {name}", value, expected, next_step)
+                logger.warning("%s", error)
+        self._refused = refused
+        return cleaned(state)
 
     def _told(self, method: Callable[..., Any], request: object, timeout: float) -> Failure | None:
         answer = self._ask(method, request, timeout)

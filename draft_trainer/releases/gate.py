@@ -121,7 +121,7 @@ def student(confidence: float, freedom: int) -> float:
 
 def compare(
     config: GateSection,
-    candidates: Iterable[Draft] | None,
+    candidates: Iterable[Draft],
     incumbent: Draft,
     samples: Sequence[Sample],
     policy_heads: PolicyHeads,
@@ -141,7 +141,7 @@ def compare(
     Args:
         config: the least gain in acceptance length (tokens per verification step), the confidence
             of the two-sided interval, and the least number of expected verification steps.
-        candidates: one of them would be released; None: only the incumbent is measured.
+        candidates: one of them would be released.
         incumbent: is released.
         samples: held-out, recent.
         policy_heads: must hold their policy versions.
@@ -157,8 +157,7 @@ def compare(
         return unmeasured("no held-out sample has an anchor"), 0
     anchors, prompts = math.floor(theirs.drafts), len(set(theirs.groups))
     needed = config.needed_anchors(prompts)
-    # An interval needs several prompts; the incumbent's own length has none.
-    if anchors < needed or (candidates is not None and prompts < MIN_CLUSTERS):
+    if anchors < needed or prompts < MIN_CLUSTERS:
         result = unmeasured(
             f"{anchors} held-out anchors in {prompts} prompts, {needed} in "
             f"{MIN_CLUSTERS} are needed"
@@ -167,7 +166,7 @@ def compare(
         return result, 0
     # Greedily, a head of NaNs still proposes something, and is measured like any other.
     estimates: list[AcceptanceEstimate] = []
-    for candidate in candidates or ():
+    for candidate in candidates:
         for name, weight in candidate.named_parameters():
             if not bool(torch.isfinite(weight).all()):
                 return unmeasured(f"ruined: {name} is not finite"), 0
@@ -176,7 +175,6 @@ def compare(
         if estimate is None or estimate.groups != theirs.groups:
             return unmeasured("ruined: its probabilities are not finite"), 0
         estimates.append(estimate)
-    estimates = estimates or [theirs]
     values = torch.stack([estimate.per_sequence for estimate in estimates])
     best = surely_best(values, theirs.groups, config.confidence)
     ours = estimates[best]
@@ -290,14 +288,14 @@ class Gate:
 
     def judge(
         self,
-        candidates: Callable[[], Iterable[Draft]] | None,
+        candidates: Callable[[], Iterable[Draft]],
         run: Run,
         trained_against: int | None,
     ) -> tuple[release_pb2.Verdict, int]:
         """Compare drafts, with the weights that would be served, with the promoted release.
 
         Args:
-            candidates: makes them, one at a time; None: only the promoted release is measured.
+            candidates: makes them, one at a time.
             run: whose held-out samples they are compared on.
             trained_against: newest policy version that was trained on.
 
@@ -321,15 +319,6 @@ class Gate:
             result.trained_against_policy_version = trained_against
         return result, best
 
-    def measure(self, run: Run) -> float | None:
-        """Expected acceptance length of the promoted release on the states that ``judge`` would
-        compare it on, though they may be of fewer prompts; None where it cannot be measured."""
-        result, _ = self.judge(None, run, None)
-        if result.HasField("gate"):
-            return result.gate.incumbent_acceptance_length
-        logger.info("the promoted draft was not measured: %s", result.reason)
-        return None
-
     def _with_room(self, action: Callable[[int], T]) -> T | None:
         """What an action on passes of so many tokens gives; None where even half are too many."""
         for tokens in (PASS_TOKENS, PASS_TOKENS // 2):
@@ -345,7 +334,7 @@ class Gate:
 
     def _compared(
         self,
-        candidates: Callable[[], Iterable[Draft]] | None,
+        candidates: Callable[[], Iterable[Draft]],
         incumbent: Draft,
         run: Run,
         pass_tokens: int = PASS_TOKENS,
@@ -364,7 +353,7 @@ class Gate:
         for samples in (own, held):
             result, best = compare(
                 self.config.gate,
-                None if candidates is None else (draft.to(device) for draft in candidates()),
+                (draft.to(device) for draft in candidates()),
                 incumbent.to(device),
                 samples,
                 run.heads,

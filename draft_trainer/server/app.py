@@ -46,8 +46,9 @@ from draft_trainer.server.service import (
 )
 from draft_trainer.server.status import SNAPSHOT_SECONDS, FleetView, Status
 from draft_trainer.server.web import serve_web
+from draft_trainer.training.cores import core_seconds, training_nice
 from draft_trainer.training.device import training_device
-from draft_trainer.training.economy import Economy, core_seconds, training_nice
+from draft_trainer.training.economy import Economy
 from draft_trainer.training.learner import Learner
 from draft_trainer.training.loop import TrainingLoop
 from draft_trainer.training.state import LearnerStates, head_facts
@@ -271,8 +272,8 @@ class TrainerServer:
 
     def _open_samples(self, economy: Economy) -> None:
         def evicted(reason: str, samples: int) -> None:
-            # While training is paused, it is intended that samples grow old and are evicted.
-            unneeded = economy.looks_only and reason in ("capacity", "stale")
+            # While training is paused, samples grow old and make room on purpose.
+            unneeded = economy.paused and reason in ("capacity", "stale")
             self._counters.samples_evicted.labels("unneeded" if unneeded else reason).inc(samples)
 
         replay = self._config.replay
@@ -360,14 +361,12 @@ def _max_tokens(config: TrainerConfig, head: Draft) -> int:
 
 
 def _wanted_tokens(config: TrainerConfig, economy: Economy, fleet: Fleet) -> int:
-    """Return the tokens wanted of each policy version (0: no bound).
-
-    While training is paused, they are those that measure the served draft.
-    """
-    if not economy.looks_only:
+    """Return the tokens wanted of each policy version (0: no bound)."""
+    if economy.wants_states:
         return 0
-    if not economy.measures_next:
+    if config.economy.mode != "never":
         return 1  # the least that is bounded: a client still sends a sample
+    # Without training, what the gate needs for an imported release.
     held_out = config.replay.held_out_fraction or HELD_OUT_LEAST
     # A verification step yields up to one token more than are drafted. About half of a rollout's
     # tokens are the prompt's, where nothing is drafted.

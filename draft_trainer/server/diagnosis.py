@@ -1,7 +1,7 @@
 """Why no draft is being released: one finding for each part of the path, with the next step.
 
-A pure function of the status and the configuration. `draft-trainer doctor`, `top` and the page show
-its texts, and a problem is logged once when it begins.
+A pure function of the status and the configuration. `draft-trainer doctor`, `status` and the page
+show its texts, and a problem is logged once when it begins.
 """
 
 from __future__ import annotations

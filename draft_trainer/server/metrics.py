@@ -17,6 +17,7 @@ TRANSPORTS = ("grpc", "shared_memory")
 _NO_STEP = "No series before the first step."
 _NO_GATE = "No series before the first gate result, or where it measured nothing."
 _NO_POLICY = "No series before the first policy version."
+_NO_FIGURE = "No series while not known."
 
 
 def _field(name: str) -> Callable[[TrainerStatus], Value]:
@@ -90,15 +91,21 @@ FACTS: tuple[Fact[TrainerStatus], ...] = (
         {"step": ()},
     ),
     _is(
-        "training_saves_seconds",
-        "Seconds of generation that training is expected to save while its gain lasts. "
-        "No series unless `economy.mode` is when-it-pays, and while not known.",
+        "gain_per_version",
+        "Share of its time by which training for one policy version shortened generation. Training "
+        "pays while `gain_per_version` x `generation_seconds_per_version` x `horizon_versions` "
+        f"exceeds `training_seconds_per_version` x `training_share`. {_NO_FIGURE}",
     ),
     _is(
-        "training_costs_seconds",
-        "Seconds that training for one policy version takes from the loop. No series unless "
-        "`economy.mode` is when-it-pays, and while not known.",
+        "generation_seconds_per_version",
+        "Seconds that the slowest server's engine took steps in one policy version. " + _NO_FIGURE,
     ),
+    _is("horizon_versions", f"`economy.horizon_versions`. {_NO_POLICY}"),
+    _is(
+        "training_seconds_per_version",
+        "Seconds of optimizer steps in one policy version in which there were any. " + _NO_FIGURE,
+    ),
+    _is("training_share", f"Of a second of training, what the loop loses. {_NO_FIGURE}"),
     _is(
         "idle",
         "1 while no step is made: there is nothing to train on, or training is paused "
@@ -106,8 +113,7 @@ FACTS: tuple[Fact[TrainerStatus], ...] = (
     ),
     _is(
         "training_paused",
-        "1 while samples only measure the served draft: training does not pay, or "
-        "`economy.mode` is never.",
+        "1 while nothing is trained: it does not pay, or `economy.mode` is never.",
     ),
     _which(
         "draft_version",

@@ -1,12 +1,11 @@
 """``TrainerStatus``: built in one function, and kept as snapshots for the history.
 
-The page, ``draft-trainer top``, ``status`` and ``/metrics`` all show this message.
+The page, ``draft-trainer status`` and ``/metrics`` show this message, and compute nothing of it.
 """
 
 from __future__ import annotations
 
 import logging
-import math
 import threading
 import time
 from collections import deque
@@ -23,7 +22,7 @@ from draft_trainer.releases.canary import AcceptanceWatch, Seen
 from draft_trainer.releases.client import Failure, drafts_wanted
 from draft_trainer.releases.promotions import Batch, Promotions, Trial
 from draft_trainer.releases.registry import Registry
-from draft_trainer.server.diagnosis import ProblemLog, diagnose
+from draft_trainer.server.diagnosis import OK, PROBLEM, WAITING, ProblemLog, diagnose
 from draft_trainer.state import Events, State
 from draft_trainer.training.economy import Economy
 from slipstream.errors import RefusedError
@@ -59,14 +58,16 @@ def last_minute(recent: Iterable[tuple[str, Seen]]) -> dict[str, list[console.Dr
     return drafted
 
 
-def _drafted(version: int, batches: Sequence[Batch]) -> console.Drafted:
+def _drafted(version: int, batches: Iterable[Batch]) -> console.Drafted:
     total = sum(batches, Batch((), ()))
+    pairs = zip(total.accepted, total.tried, strict=True)
     return console.Drafted(
         draft_version=version,
         drafts=total.drafts,
         tried_per_position=total.tried,
         accepted_per_position=total.accepted,
         acceptance_length=1 + sum(total.accepted) / total.drafts,
+        acceptance_per_position=[accepted / tried for accepted, tried in pairs if tried],
     )
 
 
@@ -179,6 +180,7 @@ class Status:
         self.problems = ProblemLog()
         # The start, and the newest snapshots.
         self._recent = deque([pb.TrainerStatus()], maxlen=1 + LATELY_SNAPSHOTS)
+        self._minute = deque[pb.TrainerStatus](maxlen=round(WINDOW_SECONDS / SNAPSHOT_SECONDS))
         self.policy_clock = (
             PolicyClock() if run is None else PolicyClock(run.run_id, run.latest_policy_version)
         )
@@ -220,6 +222,7 @@ class Status:
             # While no sample arrives, as in a long step of the loop, they stay those of the last.
             if len(self._recent) <= LATELY_SNAPSHOTS or _sent(status) > _sent(self._recent[1]):
                 self._recent.append(status)
+            self._minute.append(status)
             self.state.history.add(status)
         except RefusedError as error:
             # A full disk must not end the trainer.
@@ -245,7 +248,8 @@ class Status:
         first = None if run is None else run.first_policy_version
         served_against = self._trained_against(promotion.live, run_id)
         counted = first if served_against is None else served_against
-        drafted = last_minute(self.watch.recent(WINDOW_SECONDS))
+        recent = list(self.watch.recent(WINDOW_SECONDS))
+        drafted = last_minute(recent)
         status = pb.TrainerStatus(
             time=time.time(),
             started_at=self.started_at,
@@ -298,16 +302,23 @@ class Status:
             servers_by_state=counters.servers,
             last_minute=drafted.get("", ()),
         )
+        if recent:
+            status.drafted.CopyFrom(_drafted(0, (seen.batch for _, seen in recent)))
         if (speed_up := _speed_up(status.servers)) is not None:
-            status.speed_up = speed_up
+            status.speed_up, status.speed_up_note = speed_up, "where drafts run, over none"
+        elif recent:
+            note = "not known yet; a fixed draft length needs --time-plain-steps"
+            status.speed_up_note = note
+        else:
+            status.speed_up_note = "no drafts in the last minute"
+        _add_rates(status, self._minute)
         decision = self.economy.last
         if decision is not None:
             status.MergeFrom(
                 pb.TrainerStatus(
                     training_decision=decision.reason,
-                    training_saves_seconds=decision.saving_seconds,
-                    training_costs_seconds=decision.cost_seconds,
                     training_paused=not decision.train,
+                    **vars(decision.figures),
                 )
             )
         status.diagnosis.extend(diagnose(status, self.config, self._recent[0]))
@@ -321,6 +332,7 @@ class Status:
             for one in drafted.get(server.address, ()):
                 if one.draft_version == server.state.draft_version:
                     server.last_minute.CopyFrom(one)
+            server.standing, server.severity = standing(server)
         return servers
 
     def _trained_against(self, version: int, run_id: str) -> int | None:
@@ -336,16 +348,38 @@ def _sent(status: pb.TrainerStatus) -> int:
     return status.samples_accepted + status.samples_refused
 
 
+def standing(server: console.ServerView) -> tuple[str, console.Diagnosis.Severity]:
+    """How a server stands, in words, and whether somebody has to put that right."""
+    if not server.reachable:
+        return "unreachable", PROBLEM
+    if server.state.not_ready:
+        return "not ready", PROBLEM
+    if server.state.speculation_enabled:
+        return "ready", OK
+    if server.state.speculation_wanted:
+        return "ready, no draft pays", OK
+    return "ready, drafting off", WAITING
+
+
 def _speed_up(servers: Iterable[console.ServerView]) -> float | None:
-    """Of the servers that drafted in the last minute and know it; a server's text is not trusted
-    to be a number above 0."""
+    """The mean over the servers that drafted in the last minute and know it."""
     known = [
         (server.last_minute.drafts, server.state.speed_up)
         for server in servers
-        if server.state.HasField("speed_up") and 0.0 < server.state.speed_up < math.inf
+        if server.state.HasField("speed_up")
     ]
     drafts = sum(weight for weight, _ in known)
     return sum(weight * value for weight, value in known) / drafts if drafts else None
+
+
+def _add_rates(status: pb.TrainerStatus, minute: Sequence[pb.TrainerStatus]) -> None:
+    """Put what grew in a second since the oldest of the last minute's snapshots into a status."""
+    seconds = status.time - minute[0].time if minute else 0.0
+    if seconds > 0:
+        accepted = status.samples_accepted - minute[0].samples_accepted
+        tokens = status.tokens_trained - minute[0].tokens_trained
+        status.samples_per_second = accepted / seconds
+        status.tokens_per_second = tokens / seconds
 
 
 def _behind(policy: int | None, trained_against: int | None) -> int | None:

@@ -26,7 +26,8 @@ from draft_trainer.ingest.store import Drawn
 from draft_trainer.releases.gate import Gate
 from draft_trainer.releases.promotions import Promotions
 from draft_trainer.releases.registry import Registry
-from draft_trainer.training.economy import Economy, training_nice
+from draft_trainer.training.cores import training_nice
+from draft_trainer.training.economy import Economy
 from draft_trainer.training.learner import DEVICE_MEMORY, Learner
 from draft_trainer.training.state import LearnerStates, Position
 from slipstream.errors import RefusedError
@@ -200,15 +201,9 @@ class TrainingLoop:
         """Whether to train on what is stored, by the economy's decision for this policy version."""
         economy, version = self.economy, run.latest_policy_version
         economy.begin(run.run_id)
-        last = economy.last
-        if version is None or (last is not None and last.policy_version == version):
-            return not economy.looks_only
-        if economy.looks_only and economy.measures(version):
-            # Without candidates only this says how the served draft does on the new policy.
-            length = self.gate.measure(run)
-            if length is not None:
-                economy.measured(length, self.gate.drafting()[0])
-        decision = economy.decide(version)
+        if version is None:
+            return not economy.paused
+        last, decision = economy.last, economy.decide(version)
         if last is None or last.train != decision.train:
             logger.info("policy version %d: %s", version, decision.reason)
         return decision.train

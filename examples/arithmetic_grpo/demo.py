@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from draft_trainer.training.economy import core_seconds
+from draft_trainer.training.cores import core_seconds
 from examples.arithmetic_grpo.live_table import LiveTable
 from examples.arithmetic_grpo.loop import GrpoLoop, LoopSettings
 from examples.arithmetic_grpo.make_mtp import policy_with_mtp

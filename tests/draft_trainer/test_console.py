@@ -7,15 +7,21 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from html.parser import HTMLParser
 from http.client import HTTPConnection, HTTPResponse
+from itertools import count
 from pathlib import Path
+from typing import Any
 
+import grpc
 import pytest
 
 from benchmarks.publish_faults.memory_server import MemoryServer
+from draft_trainer.cli import console
+from draft_trainer.cli.main import main
 from draft_trainer.server.status import WINDOW_SECONDS
 from draft_trainer.training.economy import Decision
 from slipstream.client import open_channel
@@ -57,7 +63,9 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
         # "The last minute" is that of the drafts, however long the tests take.
         drafted = server._watch.recent(WINDOW_SECONDS)
         server._watch.recent = lambda seconds: drafted  # type: ignore[method-assign]
-        server._status.economy.last = Decision(5, False, "training does not pay: it saves 1 s")
+        server._status.economy.last = Decision(
+            *(5, False, "training does not pay: it saves 1 s", server._status.economy.figures)
+        )
         server._status.keep_snapshot()
         port = int(server._web.url.rpartition(":")[2])
         yield Live(server.address, port, client, double)
@@ -65,29 +73,65 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
 
 
 def test_status_command_shows_trainer_and_fleet(
-    live: Live, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    live: Live, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("COLUMNS", "120")
     code, text = run(capsys, "status", "--address", live.address)
     assert code == 0 and "\x1b" not in text
     lines = text.splitlines()
     assert "<b>run</b>" in lines[0]
     assert lines[1].split()[:2] == ["policy", "5"] and "0 versions behind" in lines[1]
     assert "serves draft 0" in lines[1]
-    unknown = "speed-up not known yet; a fixed draft length needs --time-plain-steps"
+    # As `doctor` says it.
+    assert any(line.startswith("waiting  training training is paused") for line in lines)
+    unknown = "not known yet; a fixed draft length needs --time-plain-steps"
     assert any(unknown in line for line in lines)
     (server,) = (line for line in lines if live.double.address in line and " ready" in line)
-    assert server.split()[1:8] == ["ready", "0", "5", "3.100", ".90", ".70", ".50"]
+    assert server.split()[1:8] == ["ready", "0", "5", "3.100", "0.90", "0.70", "0.50"]
     (gone,) = (line for line in lines if "127.0.0.1:9 " in line and "unreachable" in line)
     assert gone.split()[1:6] == ["unreachable", *"\N{EN DASH}" * 4]
-    (length,) = (line for line in lines if line.startswith(" length"))
+    assert lines.index(gone) < lines.index(server), "what needs somebody comes first"
+    (length,) = (line for line in lines if line.startswith("length"))
     assert length.split()[1] == "3.100"
     assert any("7 accepted" in line for line in lines)
-    assert any("policy_announced" in line and "policy 5" in line for line in lines)
-    assert "no terminal" in refused(capsys, "top", "--address", live.address)
-    monkeypatch.setenv("FORCE_COLOR", "1")
-    monkeypatch.setenv("TERM", "dumb")
-    assert "cannot be redrawn" in refused(capsys, "top", "--address", live.address)
+    assert any("policy_announced" in line and "policy 5" in line for line in lines[-8:])
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_status_watch_goes_on_without_answer(
+    live: Live,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    terminal: bool,
+) -> None:
+    """As over a restart of the trainer; a terminal is redrawn in place."""
+    show, asked = console.Status._show, count()
+
+    def answered_at_first_and_last(self: console.Status, stub: Any) -> None:
+        number = next(asked)
+        if number == 4:
+            raise KeyboardInterrupt
+        if number in (1, 2):
+            raise grpc.RpcError
+        show(self, stub)
+
+    monkeypatch.setattr(console.Status, "_show", answered_at_first_and_last)
+    monkeypatch.setattr(console, "WATCH_SECONDS", 0.01)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal)
+    for name, value in (("COLUMNS", "40"), ("LINES", "9"), ("TERM", "xterm")):
+        monkeypatch.setenv(name, value)
+    assert main(["status", "--watch", "--address", live.address]) == 130
+    text, errors = capsys.readouterr()
+    assert errors.count("trying again") == 1 and len(errors.splitlines()) == 1
+    assert text.count("draft-trainer ") == 2 and ("\x1b[H" in text) is terminal
+    if terminal:
+        pictures = [part.split("\n") for part in text.split("\x1b[H")[1:]]
+        assert [len(picture) for picture in pictures] == [9, 9]
+        lines = [line.replace("\x1b[K", "") for line in pictures[0][:-1]]
+        assert max(map(len, lines)) == 40
+
+
+def test_removed_command_names_what_takes_its_place(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "use draft-trainer status --watch" in refused(capsys, "top", "--interval", "2")
 
 
 @pytest.mark.slow
@@ -149,6 +193,12 @@ def test_web_answers_reads_only_and_reflects_nothing(live: Live) -> None:
 def test_web_api_reports_the_trainer(live: Live) -> None:
     status = json.loads(get(live, "/api/status")[1])
     assert status["last_minute"][0]["acceptance_length"] == pytest.approx(3.1)
+    assert status["drafted"]["acceptance_per_position"] == pytest.approx([0.9, 0.7, 0.5])
+    standing = {one["address"]: (one["standing"], one["severity"]) for one in status["servers"]}
+    assert standing == {
+        live.double.address: ("ready", "SEVERITY_OK"),
+        "127.0.0.1:9": ("unreachable", "SEVERITY_PROBLEM"),
+    }
     assert status["served_release"] == "0" and status["served_staleness"] == "0"
     answer, body = get(live, "/api/history")
     newest = json.loads(body)["snapshots"][-1]

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import math
 import os
 import queue
 import threading
+from itertools import islice
 
 import pytest
 
 from benchmarks.publish_faults.memory_server import MemoryServer
 from draft_trainer.config import PublishConfig
 from draft_trainer.releases.canary import AcceptanceWatch
+from draft_trainer.releases.client import RolloutClient
 from draft_trainer.releases.fleet import Fleet
-from draft_trainer.training.economy import CoreSeconds, core_seconds
+from draft_trainer.training.cores import CoreSeconds, core_seconds
 from slipstream.v1.rollout_server_pb2 import ServerState
 from tests.draft_trainer.test_economy import Loop
 
@@ -56,14 +59,38 @@ def test_servers_that_do_not_draft_report_too() -> None:
         assert watch.stop(60)
 
 
-def test_servers_switched_off_by_hand_are_not_counted() -> None:
-    loop = Loop()
-    loop.judge(3.0, 3.0, released=True)
-    loop.step(10.0, training=5.0, speed_up=1.5)
-    for wanted in (False, True):
-        off = ServerState(engine_seconds=1e3, speculation_wanted=wanted)
-        for address in loop.seconds:
-            loop.economy.served(address, off)
-        # Of two servers that draft a share of 1.1 / 3; where none pays, what lies beyond 2.
-        share = 1 - 2.0 / 3.0 if wanted else 1.1 / 3.0
-        assert loop.economy._saved_share(1.9, 1.1, 3.0) == pytest.approx(share)
+def test_figure_that_is_not_finite_is_refused_by_name(caplog: pytest.LogCaptureFixture) -> None:
+    """Of that server alone, and nothing else of it; one of them would stay in a mean for ever."""
+    loop, double = Loop(), MemoryServer()
+    client = RolloutClient(double.address, PublishConfig())
+    economy = loop.economy
+    loop.judge(3.0, 2.0, released=True)
+
+    def report(engine_seconds: float) -> ServerState:
+        double.tracker.engine_seconds = engine_seconds
+        state = client.state()
+        assert isinstance(state, ServerState) and state.draft_sample_method
+        economy.served(double.address, state)
+        return state
+
+    try:
+        assert report(4.0).engine_seconds == 4.0
+        for wrong in (math.nan, math.inf, -1.0):
+            double.tracker.speed_up = wrong
+            state = report(wrong)
+            assert not state.HasField("engine_seconds") and not state.HasField("speed_up")
+        told = [record.message for record in caplog.records]
+        assert len(told) == 2, "once each until a usable one has come"
+        assert told[0].startswith(f"{double.address}: engine_seconds: found nan, expected a finite")
+        double.tracker.speed_up = 1.5
+        assert report(6.0).speed_up == 1.5
+        report(math.nan)
+        assert len(caplog.records) == 3
+        (seen,) = islice(client.watch(100, 60.0), 1)
+        assert not seen.state.HasField("engine_seconds") and len(caplog.records) == 3
+    finally:
+        client.close()
+        double.stop()
+    # Of the double two seconds counted; the others are the slowest.
+    assert loop.step(10.0, training=1.0)
+    assert loop.last.figures.generation_seconds_per_version == 10.0

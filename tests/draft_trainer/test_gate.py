@@ -184,8 +184,7 @@ def test_gate_after_promotion_compares_with_new_release(
 def test_gate_prefers_on_policy_rollouts(
     tmp_path: Path, trained: tuple[Policy, Eagle3Head, Eagle3Head]
 ) -> None:
-    """The replay is of what the teacher sampled, as long as there is enough of it; the incumbent is
-    measured alone on the same samples."""
+    """The replay is of what the teacher sampled, as long as there is enough of it."""
     policy, incumbent, candidate = trained
 
     def sampled_by(version: int, count: int) -> list[Sample]:
@@ -196,12 +195,7 @@ def test_gate_prefers_on_policy_rollouts(
 
     def judged(*samples: Sample) -> release_pb2.Verdict:
         made, run = gate_of(tmp_path, policy, incumbent, list(samples))
-        verdict, _ = made.judge(lambda: [candidate], run, None)
-        # An interval needs more prompts than a length does.
-        measured = made.measure(run)
-        assert measured == verdict.gate.incumbent_acceptance_length or not verdict.HasField("gate")
-        assert measured is not None and measured > 1.0
-        return verdict
+        return made.judge(lambda: [candidate], run, None)[0]
 
     own, older = sampled_by(1, 8), sampled_by(0, 20)
     assert judged(*own, *older).gate == judged(*own).gate
@@ -245,9 +239,7 @@ def test_gate_leaves_out_rows_past_sliding_window(
         incumbent, candidate = heads
         made, run = gate_of(tmp_path, policy, incumbent, samples)
         made.drafting = lambda: (k, "probabilistic")
-        figures = made.judge(lambda: [candidate], run, None)[0].gate
-        assert made.measure(run) == pytest.approx(figures.incumbent_acceptance_length)
-        return figures
+        return made.judge(lambda: [candidate], run, None)[0].gate
 
     assert judged(windowed, 3, held) == judged(plain, 3, held)
     short = [sample for sample in held if sample.tokens <= longest - 2]
@@ -259,7 +251,7 @@ def test_gate_measures_incumbent_on_training_device(
     tmp_path: Path, trained: tuple[Policy, Eagle3Head, Eagle3Head], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is read into host memory, where a policy of some size takes minutes."""
-    policy, incumbent, _ = trained
+    policy, incumbent, candidate = trained
     made, run = gate_of(tmp_path, policy, incumbent, completions(policy, 20, seed=1))
     moved: list[str] = []
 
@@ -268,7 +260,7 @@ def test_gate_measures_incumbent_on_training_device(
         return incumbent
 
     monkeypatch.setattr(incumbent, "to", to)
-    assert made.measure(run) is not None
+    assert made.judge(lambda: [candidate], run, None)[0].HasField("gate")
     assert moved == [made.config.training.device]
 
 
@@ -291,12 +283,9 @@ def test_gate_survives_unreadable_held_out_samples(
     full = run_of("replay.directory")
     verdict, _ = made.judge(lambda: [candidate], full, None)
     assert verdict.outcome == "not_measured" and "found disk is full" in verdict.reason
-    assert made.measure(full) is None
-    for refused in (made.measure, lambda run: made.judge(lambda: [candidate], run, None)):
-        with pytest.raises(RefusedError, match="disk is full"):
-            refused(run_of("another"))
+    with pytest.raises(RefusedError, match="disk is full"):
+        made.judge(lambda: [candidate], run_of("another"), None)
     assert made.judge(lambda: [candidate], run_of(None), None)[0].outcome == "passed"
-    assert made.measure(run_of(None)) is not None
 
 
 def test_gate_false_positive_rate_and_power(trained: tuple[Policy, Eagle3Head, Eagle3Head]) -> None:

@@ -15,12 +15,14 @@ import torch
 from benchmarks.publish_faults.memory_server import MemoryServer
 from draft_trainer.counters import total
 from draft_trainer.drafters.policy import PolicyHeads
-from draft_trainer.training.economy import CoreSeconds, Decision
+from draft_trainer.training.cores import CoreSeconds
+from draft_trainer.training.economy import Decision
 from draft_trainer.training.learner import StepMetrics
 from slipstream.errors import RefusedError
 from slipstream.sample import Sample
 from slipstream.tensors import ChunkAssembler
 from slipstream.v1 import draft_trainer_pb2 as pb
+from slipstream.v1.release_pb2 import GateFigures
 from tests.draft_trainer.registry_rig import create
 from tests.draft_trainer.rig import (
     DEADLINE,
@@ -226,7 +228,7 @@ def test_weights_trained_before_a_pause_are_judged(
         step = learner.step
 
         def decide(version: int) -> Decision:
-            economy.last = Decision(version, version < 2, "the test's")
+            economy.last = Decision(version, version < 2, "the test's", economy.figures)
             return economy.last
 
         def then_the_policy_moves(samples: list[Sample], heads: PolicyHeads) -> StepMetrics:
@@ -270,13 +272,19 @@ def test_draft_of_another_run_counts_from_first_version(
 def test_new_run_at_same_version_gets_its_own_decision(
     tmp_path: Path,
 ) -> None:
-    with running(make_config(tmp_path, economy={"mode": "when-it-pays"})) as (_, client):
-        for run, version, waited in (("one", 1, 1), ("one", 2, 2), ("other", 2, 1)):
+    with running(make_config(tmp_path, economy={"mode": "when-it-pays"})) as (server, client):
+        for run, version, missing in (
+            ("one", 1, "gain_per_version"),
+            ("one", 2, "generation_seconds_per_version"),
+            ("other", 2, "gain_per_version"),
+        ):
             client.open(run)
             client.announce(version)
             client.send(*rollouts(1, version, version))
-            text = f"{waited} of 3 policy versions waited"
+            text = f"counts as paying: {missing}"
             client.wait_for(lambda s, text=text: text in s.training_decision)
+            figures = GateFigures(incumbent_acceptance_length=2.0)
+            server.loop.economy.compared(figures, released=False)
 
 
 def test_new_run_does_not_judge_weights_of_last_run(tmp_path: Path) -> None:

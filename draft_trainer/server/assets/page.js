@@ -25,44 +25,25 @@ function element(name, className, text) {
   return node;
 }
 
-// Drafts of all releases together: verification steps, and by position, tokens tried and accepted.
-function together(drafted) {
-  const all = { drafts: 0, tried: [], accepted: [] };
-  for (const one of drafted) {
-    all.drafts += Number(one.drafts);
-    for (const kind of ["tried", "accepted"]) {
-      one[`${kind}_per_position`].forEach((count, place) => {
-        all[kind][place] = (all[kind][place] || 0) + Number(count);
-      });
-    }
-  }
-  all.length = all.drafts ? 1 + all.accepted.reduce((a, b) => a + b, 0) / all.drafts : null;
-  all.shares = all.tried.filter(Boolean).map((count, place) => all.accepted[place] / count);
-  return all;
-}
-
-function stateOf(server) {
-  if (!server.reachable) return ["unreachable", "bad"];
-  if (server.state.not_ready) return ["not ready", "bad"];
-  if (server.state.speculation_enabled) return ["ready", "good"];
-  return server.state.speculation_wanted ? ["ready, no draft pays", "good"] : ["ready, drafting off", "warn"];
-}
+// What drafts did in the last minute; nothing, where there were none.
+const lengthOf = (drafted) => (drafted ? number(drafted.acceptance_length) : null);
+const sharesOf = (drafted) => (drafted ? drafted.acceptance_per_position : []);
+const KINDS = { SEVERITY_OK: "good", SEVERITY_WAITING: "warn", SEVERITY_PROBLEM: "bad" };
 
 function showStatus(status) {
   document.title = `draft-trainer${status.run_id ? " · " + status.run_id : ""}`;
   say("run", status.run_id || DASH);
   say("up", ago(status.time - status.started_at));
   say("version", status.code_version);
-  const all = together(status.last_minute);
-  say("length", fixed(all.length, 3));
-  at("length").className = all.drafts ? "big good" : "big dim";
-  say("length-note", all.drafts ? `last minute, ${(all.drafts / 60).toFixed(0)} drafts/s` : "no drafts in the last minute");
-  at("positions").replaceChildren(...positions(all.shares));
+  const drafts = status.drafted ? Number(status.drafted.drafts) : 0;
+  say("length", fixed(lengthOf(status.drafted), 3));
+  at("length").className = drafts ? "big good" : "big dim";
+  say("length-note", drafts ? `last minute, ${(drafts / 60).toFixed(0)} drafts/s` : "no drafts in the last minute");
+  at("positions").replaceChildren(...positions(sharesOf(status.drafted)));
   const speedUp = number(status.speed_up);
   say("speed-up", speedUp === null ? DASH : `${speedUp.toFixed(2)}×`);
   at("speed-up").className = `big ${speedUp === null ? "dim" : speedUp > 1 ? "good" : "bad"}`;
-  say("speed-up-note", speedUp !== null ? "where drafts run, over none"
-    : all.drafts ? "not known yet; a fixed draft length needs --time-plain-steps" : "no drafts in the last minute");
+  say("speed-up-note", status.speed_up_note);
   say("draft", whole(status.served_release));
   const undecided = status.trial && status.trial.undecided;
   const trial = status.trial
@@ -73,7 +54,7 @@ function showStatus(status) {
   say("policy", whole(status.policy_version));
   const stale = number(status.served_staleness);
   say("staleness", stale === null ? "no policy version yet" : `served draft is ${stale} version${stale === 1 ? "" : "s"} behind`);
-  const ready = status.servers.filter((server) => server.reachable && !server.state.not_ready).length;
+  const ready = status.servers.filter((server) => server.severity !== "SEVERITY_PROBLEM").length;
   say("ready", status.servers.length ? `${ready} / ${status.servers.length}` : DASH);
   at("ready").className = ready === status.servers.length ? "big" : "big bad";
   say("ready-note", status.servers.length ? "rollout servers" : "no rollout servers");
@@ -105,17 +86,15 @@ function positions(shares) {
 }
 
 function serverRow(server) {
-  const [text, kind] = stateOf(server);
-  const state = server.state || {}, row = element("tr");
-  const drafted = together(server.last_minute ? [server.last_minute] : []);
+  const state = server.state || {}, row = element("tr"), kind = KINDS[server.severity];
   row.append(
     element("td", "", server.address),
-    element("td", kind, text),
+    element("td", kind, server.standing),
     element("td", "n", whole(state.draft_version)),
     element("td", "n", whole(state.trained_against_policy_version)),
     element("td", "n", whole(state.policy_version)),
-    element("td", "n", fixed(drafted.length, 3)),
-    element("td", "", drafted.shares.map((share) => share.toFixed(2)).join("  ") || DASH),
+    element("td", "n", fixed(lengthOf(server.last_minute), 3)),
+    element("td", "", sharesOf(server.last_minute).map((share) => share.toFixed(2)).join("  ") || DASH),
     element("td", kind, server.error || state.not_ready || ""),
   );
   return row;
@@ -178,7 +157,7 @@ function showSnapshots(snapshots) {
   const three = { value: (_, value) => (value === null ? DASH : value.toFixed(3)) };
   plot("acceptance", [
     time,
-    snapshots.map((s) => together(s.last_minute).length),
+    snapshots.map((s) => lengthOf(s.drafted)),
     snapshots.map((s) => number(s.served_release)),
     snapshots.map((s) => number(s.policy_version)),
   ], [
