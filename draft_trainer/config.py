@@ -344,9 +344,9 @@ class PublishConfig(Section):
 
 
 class CanaryConfig(Section):
-    """[canary]: which servers get a release first, and what live acceptance must show."""
+    """[canary]: whether releases are on trial, and what their live acceptance must show."""
 
-    share: Annotated[float, Field(ge=0.0, le=1.0, allow_inf_nan=False)] = 1.0
+    enabled: bool = True
     min_drafts: Annotated[int, Field(ge=1)] = 300
     max_seconds: Seconds = 60.0
     alpha: Annotated[float, Field(gt=0.0, le=0.2, allow_inf_nan=False)] = 0.01

@@ -26,6 +26,12 @@ M = TypeVar("M", bound=Section)
 _PAIR = re.compile(r"\\u(?:d[89ab]..)\\u(?:d[c-f]..)")
 """A character beyond the first 65,536 as JSON escapes it; TOML takes no surrogates."""
 
+REMOVED = {
+    "canary.share": "remove it: a release is tried on the whole fleet; without trials: "
+    "canary.enabled = false",
+}
+"""Keys that earlier editions had, and what to do instead."""
+
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> TrainerConfig:
     """Read and check a configuration file; its paths become absolute.
@@ -139,6 +145,8 @@ def validated(model: type[M], raw: Mapping[str, object], folder: Path | None = N
             for other in others:
                 unknown = other["type"] == "extra_forbidden"
                 told.append(("unknown key: " if unknown else "also wrong: ") + _key(other))
+                if _key(other) in REMOVED:
+                    told[-1] = f"removed key: {_key(other)}, {REMOVED[_key(other)]}"
             next_step += f" ({', '.join(told)})"
         raise RefusedError(key, found, expected, next_step) from None
 
@@ -155,6 +163,8 @@ def _problem(model: type[BaseModel], detail: ErrorDetails) -> tuple[str, str, st
         return key, "nothing", f"{kind} for this required key", f"add {key}"
     if detail["type"] == "extra_forbidden":
         known = _known_keys(model, detail)
+        if key in REMOVED:
+            return key, "a key that was removed", f"one of {known}", REMOVED[key]
         near = difflib.get_close_matches(str(detail["loc"][-1]), known, n=1)
         return (
             key,

@@ -152,9 +152,9 @@ class Counters:
         )
         self.roll_backs = self._counter(
             "roll_backs",
-            "Releases rolled back: `commit_failed`, a server did not commit it, the others could "
-            "not stage it, or it could not be recorded; `trial`, live acceptance was worse, or "
-            "its servers failed; `by_hand`; `interrupted`, the trainer ended between commits.",
+            "Releases rolled back: `commit_failed`, a server did not commit it, or it could not be "
+            "recorded; `trial`, live acceptance was worse; `by_hand`; `interrupted`, the trainer "
+            "ended between commits.",
             "reason",
             ("commit_failed", "trial", "by_hand", "interrupted"),
         )

@@ -65,7 +65,7 @@ def run(
         )
     )
     watch = AcceptanceWatch(fleet)
-    canary = Canary(canary_config, lambda: 3, watch) if canary_config.share else None
+    canary = Canary(canary_config, lambda: 3, watch) if canary_config.enabled else None
     publisher = Publisher(fleet, registry, promotions, Counters(), canary)
     reconciler = Reconciler(publisher, watch)
     reconciler.start()

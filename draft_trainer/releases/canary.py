@@ -1,8 +1,7 @@
-"""Canary trials: some servers serve a release first, and live acceptance decides.
+"""Trials of releases: live acceptance against the last good release's, before it was replaced.
 
-Where both drafts are live, each on its own servers, they are compared over the same minutes. Where
-every server has the new one (one server, or ``canary.share = 1``), or the others serve a release
-that never passed, it is compared with what the last good release did when the fleet served it.
+A release is live on the whole fleet while it is on trial. It is compared with what the last good
+release did when the fleet served that one; where too little is known of it there is no verdict.
 
 Looking after each report must not spend the error rate, so each side has a confidence sequence of
 the mean accepted tokens per verification step: with probability 1 - alpha it covers the true mean
@@ -20,9 +19,9 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import reduce
 from itertools import accumulate, pairwise, takewhile
 from operator import add
@@ -313,19 +312,17 @@ class TrialResult:
         event: "canary_promoted", "canary_rolled_back" or "canary_undecided".
         reason: the figures, for people.
         figures: of the release that was on trial.
-        unmeasured: undecided because the incumbent has no figures, while the release has.
     """
 
     trial: Trial
     event: str
     reason: str
     figures: Figures = ()
-    unmeasured: bool = False
 
 
 @dataclass(eq=False)
 class Canary:
-    """Chooses servers and decides trials, which themselves are on disk (``Promotion.trial``).
+    """Decides trials, which themselves are on disk (``Promotion.trial``).
 
     A trial that a restart interrupts goes on: its live acceptance is collected anew, and
     ``max_seconds`` begins again.
@@ -345,16 +342,6 @@ class Canary:
     _began: float = field(default_factory=time.monotonic)
     _before: Promotion | None = None
 
-    def choose(self, holders: Sequence[str]) -> tuple[str, ...]:
-        """The servers that get a release first, of those that hold it: of one that drafts too
-        little there would be no verdict."""
-        steps = Counter[str]()
-        for address, seen in self.watch.recent(HISTORY_SECONDS):
-            steps[address] += seen.batch.drafts
-        count = max(1, math.floor(self.config.share * len(holders) + 1e-9))
-        least = self.config.min_drafts
-        return tuple(sorted(holders, key=lambda address: (steps[address] < least, address))[:count])
-
     def resume(self, now: Promotion) -> None:
         """Take over what the trainer before this one knew."""
         self._before = now
@@ -363,9 +350,7 @@ class Canary:
         """Only what is drafted from now on counts for the trial under way."""
         self._began = time.monotonic()
 
-    def figures(
-        self, version: int, addresses: Iterable[str], decisive: bool = False
-    ) -> Figures | None:
+    def figures(self, version: int, addresses: Iterable[str]) -> Figures | None:
         """A release's acceptance in the ``HISTORY_SECONDS`` before its newest draft, because a loop
         that trains drafts nothing meanwhile; None where that is too little.
 
@@ -375,7 +360,6 @@ class Canary:
         Args:
             version: the release.
             addresses: of the servers that serve it.
-            decisive: None also where no trial of an equal draft could end by them.
         """
         seen = self.watch.seen(version, addresses, self._of_run(self._started))
         far = (seen[-1].at if seen else time.monotonic()) - HISTORY_SECONDS
@@ -383,21 +367,14 @@ class Canary:
         if far < self._started and before is not None and version == before.incumbent:
             batches = [*before.known(self._run_id, time.time()), *batches]
         figures = _figures(batches)
-        if _drafts(figures) < self.config.min_drafts:
-            return None
-        if decisive:
-            (found,) = self._intervals(figures)
-            if found is not None:
-                equal = replace(found, low=found.mean)
-                return figures if decide(equal, found, self.config.max_loss) else None
-        return figures
+        return figures if _drafts(figures) >= self.config.min_drafts else None
 
     def result(self, now: Promotion, fleet: Fleet) -> TrialResult | None:
         """The result of the trial under way, once there is one.
 
         Args:
             now: the pointer.
-            fleet: whose servers have what is on trial, all of them or some.
+            fleet: whose servers have what is on trial.
 
         Returns:
             None while it is not known, and after the trial was found undecided.
@@ -406,43 +383,30 @@ class Canary:
         if trial is None:
             return None
         began = self._of_run(self._began)
-        mine = self.watch.since(trial.version, trial.servers or fleet.addresses, began)
-        live = bool(trial.others) and now.live == trial.incumbent
-        theirs = list(now.known(self._run_id, trial.began_at))
-        if live:
-            theirs = self.watch.since(trial.incumbent, trial.others, began)
-        candidate, incumbent = self._intervals(mine, theirs)
+        mine = self.watch.since(trial.version, fleet.addresses, began)
+        candidate, incumbent = self._intervals(mine, now.known(self._run_id, trial.began_at))
         fine = None
         if candidate is None or incumbent is None:
             text = "too few verification steps in time to tell"
-            if incumbent is None and not live:
+            if incumbent is None:
                 text = f"draft {trial.incumbent} left nothing to compare with"
         else:
             text = f"{_text(trial.version, candidate)}; {_text(trial.incumbent, incumbent)}"
-            text += "" if live else ", before it"
+            text += ", before it"
             if candidate.positions < self.most():
                 text += f"; of the first {candidate.positions} of {self.most()} draft tokens"
             fine = decide(candidate, incumbent, self.config.max_loss)
         if fine is not None:
             event = "canary_promoted" if fine else "canary_rolled_back"
             return TrialResult(trial, event, text, _figures(mine))
-        unmeasured = candidate is not None and incumbent is None and not live
         # An operator who went back to what passed does not want the incumbent again.
         back = trial.version in now.good or trial.incumbent not in now.good
-        if unmeasured and (now.hold or back):
-            return TrialResult(trial, "canary_promoted", f"{text} in time", _figures(mine))
-        if unmeasured:
-            return TrialResult(trial, "canary_undecided", text, unmeasured=True)
-        seconds = time.monotonic() - self._began
-        if not trial.servers:
-            # Of all the releases that replaced one another without a verdict.
-            seconds = max(seconds, time.time() - trial.began_at)
+        if candidate is not None and incumbent is None and back:
+            return TrialResult(trial, "canary_promoted", text, _figures(mine))
+        # The second: of all the releases that replaced one another without a verdict.
+        seconds = max(time.monotonic() - self._began, time.time() - trial.began_at)
         if trial.undecided or seconds <= self.config.max_seconds:
             return None
-        if trial.servers and not fleet.any_ready(trial.servers):
-            # It may be why. Another release costs less than the other servers.
-            text = f"none of the servers that have draft {trial.version} answers and is ready"
-            return TrialResult(trial, "canary_rolled_back", text)
         return TrialResult(trial, "canary_undecided", text)
 
     @property

@@ -282,12 +282,6 @@ class Fleet:
             states = dict(self._states)
         return [a for a, s in states.items() if s.fetches and s.draft_sha256 == draft.sha256]
 
-    def any_ready(self, addresses: Iterable[str]) -> bool:
-        """Whether one of these servers answered when it was asked last, and was ready or slept."""
-        with self._lock:
-            said = [self._states[address] for address in addresses if address in self._states]
-        return any(not state.not_ready or ASLEEP in state.not_ready for state in said)
-
     def states(self, read_back: bool = False) -> dict[str, pb.ServerState | Failure]:
         """What every server serves now."""
         states = self.each(lambda client: client.state(read_back))

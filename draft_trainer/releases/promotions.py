@@ -4,10 +4,9 @@ Without this record, a restarted trainer would fall back to the initial draft, a
 would push that to every server. An intent is on disk before its first commit, so that a trainer
 killed between the commits of two servers knows after its restart which servers to check.
 
-A release is good once its live acceptance has stood a trial against the last one that did, or that
-one could not be measured in time. One that was replaced, or has no traffic to be judged on, is
-undecided: nothing is ever rolled back to it, and what comes after it is compared with the last good
-release.
+A release is good once its live acceptance has stood a trial against the last one that did. One that
+was replaced, has no traffic to be judged on, or no figures to be compared with, is undecided:
+nothing is ever rolled back to it, and what comes after it is compared with the last good release.
 """
 
 from __future__ import annotations
@@ -79,18 +78,14 @@ class Trial:
     """A release whose live acceptance is compared with the last good one's.
 
     Args:
-        version: on trial.
+        version: on trial, and live.
         incumbent: the last good release.
-        servers: that serve it; empty: the whole fleet does.
-        others: that serve the release before it meanwhile.
         began_at: Unix time at which the fleet left the last good release.
         undecided: why there is no verdict although there should be one; empty until then.
     """
 
     version: int
     incumbent: int
-    servers: tuple[str, ...] = ()
-    others: tuple[str, ...] = ()
     began_at: float = 0.0
     undecided: str = ""
 
@@ -101,7 +96,7 @@ class Promotion:
 
     Args:
         promoted: the release that every server should come to serve.
-        live: the release that servers serve which are not on trial with another one.
+        live: the release that servers serve.
         good: the newest ``GOOD_KEPT`` releases that passed a trial, newest last.
         pinned: the gate may not replace ``promoted``.
         intent: a release whose commits have begun and have no outcome yet; None between.
@@ -109,8 +104,6 @@ class Promotion:
         figures: of the incumbent, from before the trial.
         figures_at: Unix time at which they were known.
         figures_run: the run that was fed then.
-        hold: the incumbent is measured before anything else is tried, ``HISTORY_SECONDS`` at most;
-            with a trial: it was, in vain.
         live_at: Unix time at which the fleet came to serve ``live``, if known.
     """
 
@@ -123,7 +116,6 @@ class Promotion:
     figures: Figures = ()
     figures_at: float = 0.0
     figures_run: str = ""
-    hold: bool = False
     live_at: float | None = None
 
     @property
@@ -140,38 +132,10 @@ class Promotion:
         return self.figures if fits else ()
 
     @property
-    def judged(self) -> int:
-        """What a server's finding can speak against: the release on trial, else the live one."""
-        return self.live if self.trial is None else self.trial.version
-
-    @property
-    def canaries(self) -> tuple[str, ...]:
-        """Servers that serve another release than ``live``, on trial."""
-        return () if self.trial is None else self.trial.servers
-
-    @property
-    def waits(self) -> bool:
-        """Whether no other release may be staged: a trial or a measurement comes first."""
-        return bool(self.canaries) or self.measuring
-
-    @property
-    def measuring(self) -> bool:
-        """Whether the incumbent is measured first."""
-        held = self.hold and self.trial is None
-        # Below 0 where the clock was set back since.
-        return held and 0.0 <= time.time() - (self.live_at or 0.0) < HISTORY_SECONDS
-
-    @property
     def in_use(self) -> frozenset[int]:
         """Releases that may be asked for at any time and must not be removed."""
         used = {self.promoted, self.live, self.incumbent, *self.good}
-        used |= set() if self.intent is None else {self.intent}
-        return frozenset(used | (set() if self.trial is None else {self.trial.version}))
-
-    def wanted_on(self, address: str) -> int:
-        """What a server should serve while no publish is under way."""
-        on_trial = self.trial is not None and address in self.canaries
-        return self.trial.version if on_trial else self.live  # type: ignore[union-attr]
+        return frozenset(used | (set() if self.intent is None else {self.intent}))
 
 
 _PROMOTION = TypeAdapter(Promotion)
@@ -224,13 +188,9 @@ class Promotions:
         """``version`` is about to be committed."""
         self._change(intent=version)
 
-    def undone(self, version: int | None = None) -> None:
-        """No commit is under way, and no server serves ``version`` on trial any more."""
-        with self.state.transaction():
-            trial = self.now.trial
-            if trial is not None and trial.servers and trial.version == version:
-                self._change(trial=None)
-            self._change(intent=None)
+    def undone(self) -> None:
+        """No commit is under way any more."""
+        self._change(intent=None)
 
     def serves(self, version: int, figures: Figures = ()) -> None:
         """Every reachable server serves ``version``, which passed its trial or needs none."""
@@ -240,29 +200,22 @@ class Promotions:
             if version == now.incumbent and not figures:
                 figures = now.figures
             self._change(live=version, good=good, figures=figures)
-            self._change(intent=None, trial=None, hold=False)
+            self._change(intent=None, trial=None)
 
     def on_trial(self, trial: Trial, figures: Figures | None = None) -> None:
-        """A release is live on some servers or on all, and has no verdict.
+        """A release is live, and has no verdict.
 
         Args:
             trial: replaces the one under way.
             figures: the incumbent's, where they are newer than those that are kept.
         """
         with self.state.transaction():
-            now = self.now
-            live = now.live if trial.servers else trial.version
-            kept = now.figures if figures is None else figures
-            self._change(live=live, trial=trial, figures=kept, intent=None)
+            kept = self.now.figures if figures is None else figures
+            self._change(live=trial.version, trial=trial, figures=kept, intent=None)
 
     def measured(self, figures: Figures) -> None:
-        """The incumbent's live acceptance, while the whole fleet serves it."""
-        self._change(figures=figures, hold=False)
-
-    def measure_incumbent(self) -> None:
-        """There is nothing to compare with: the fleet goes back to the incumbent until there is."""
-        with self.state.transaction():
-            self._change(live=self.now.incumbent, trial=None, hold=True)
+        """The incumbent's live acceptance, while the fleet serves it."""
+        self._change(figures=figures)
 
     def failed(self) -> tuple[int, int]:
         """What is on trial, or is live without one, is shown to be worse than the last good one.
@@ -276,13 +229,13 @@ class Promotions:
         """
         with self.state.transaction():
             now = self.now
-            version = now.judged
+            version = now.live
             others = [v for v in (*now.good, now.incumbent) if v != version]
             target = self._sound(version, others)
             good = tuple(v for v in others if v != target)
             figures = now.figures if target == now.incumbent else ()
             self._change(live=target, good=(*good, target)[-GOOD_KEPT:], figures=figures)
-            self._change(intent=None, trial=None, hold=False)
+            self._change(intent=None, trial=None)
             if now.promoted == version:
                 self._change(promoted=target, pinned=False)
             return version, target
@@ -302,7 +255,7 @@ class Promotions:
         """
         with self.state.transaction():
             now = self.now
-            version = now.judged
+            version = now.live
             place = now.good.index(version) if version in now.good else len(now.good)
             target = self._sound(version, now.good[:place])
             trial, figures, at = None, now.figures, time.time()
@@ -312,11 +265,8 @@ class Promotions:
                 else:
                     figures = ()
             good = now.good[: now.good.index(target) + 1]
-            # From a trial on some servers: what was promoted since then still comes.
-            later = bool(now.canaries) and now.promoted != version
-            promoted = now.promoted if later else target
-            self._change(promoted=promoted, live=target, good=good, figures=figures)
-            self._change(intent=None, trial=trial, hold=False)
+            self._change(promoted=target, live=target, good=good, figures=figures)
+            self._change(intent=None, trial=trial)
             return version, target
 
     def _sound(self, version: int, candidates: Iterable[int]) -> int:
@@ -363,9 +313,13 @@ def read_promotion(state: State) -> Promotion | None:
     """The pointer; None where no trainer ever ran on the registry. Raises RefusedError: damaged."""
     for (document,) in state.query("SELECT document FROM promotion"):
         try:
-            return _PROMOTION.validate_json(document)
+            promotion = _PROMOTION.validate_json(document)
         except ValidationError as error:
             raise state.damaged(f"a pointer that is none ({error.errors()[0]['msg']})") from error
+        if promotion.trial is not None and promotion.trial.version != promotion.live:
+            # An earlier edition tried it on some servers: those go back to the live one.
+            return replace(promotion, trial=None)
+        return promotion
     return None
 
 
@@ -380,7 +334,7 @@ def promote_offline(registry: Registry, version: int, pin: bool) -> None:
         promotions = Promotions(state, registry.path, version)
         incumbent, trial = promotions.now.incumbent, None
         if version != incumbent:
-            # The fleet cannot go back to a damaged one to measure it: nothing is compared then.
+            # The fleet cannot go back to a damaged one: nothing is compared then.
             with suppress(RefusedError):
                 registry.verify(incumbent)
                 trial = Trial(version, incumbent, began_at=time.time())

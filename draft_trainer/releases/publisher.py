@@ -22,7 +22,7 @@ import math
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 
@@ -45,7 +45,6 @@ from slipstream.errors import RefusedError, StatusCode
 
 logger = logging.getLogger(__name__)
 
-Settled = Callable[[], None] | None
 Pin = bool | None
 
 
@@ -78,15 +77,12 @@ class Publisher:
     def prepare(self, until: float = math.inf) -> PublishResult:
         """Stage the promoted release on every reachable server that serves another one.
 
-        Staging that fails anywhere is undone everywhere; the outcomes say why. While a release is
-        on trial on some servers, or the live one measured, none is. ``until``: as in ``promote``.
+        Staging that fails anywhere is undone everywhere; the outcomes say why. ``until``: as in
+        ``promote``.
         """
         with self._staged_alone(until):
             self._drop_staged()
-            now = self.promotions.now
-            if now.waits:
-                return PublishResult(now.live, {a: ServerOutcome() for a in self.fleet.refresh()})
-            result = self._stage(now.promoted)
+            result = self._stage(self.promotions.now.promoted)
             with self._handover:
                 self._staged = result if result.draft is not None else None
             return result
@@ -101,8 +97,8 @@ class Publisher:
             with self.committed_alone():
                 now = self.promotions.now
                 other = staged is not None and now.live == now.promoted != staged.draft_version
-                if other or now.waits or not self._taken.keys() >= {*taken}:
-                    # Since it was staged, it was rolled back, or another is live or comes first.
+                if other or not self._taken.keys() >= {*taken}:
+                    # Since it was staged, it was rolled back, or another one is live.
                     self._abort(staged)
                     staged = None
                 return self._commit(staged, policy_version, policy_stage_id)
@@ -119,13 +115,7 @@ class Publisher:
         """
         self._registry.get(version)
         with self._staged_alone(until):
-            now = self.promotions.now
-            if now.trial is not None and now.canaries:
-                found = f"draft {now.trial.version} on trial"
-                expected = "a fleet that serves one release"
-                next_step = "wait for the trial's result, or roll back"
-                raise RefusedError("publish", found, expected, next_step, StatusCode.ABORTED)
-            result = self._publish(version, until=until, pin=pin)
+            result = self._publish(version, until, pin)
             if result.draft is None and result.draft_version == version:
                 self.promotions.promote(version, pin)  # It was live, or no server is reachable.
             return result
@@ -133,8 +123,7 @@ class Publisher:
     def publish_promoted(self) -> PublishResult:
         """Stage and commit the promoted release now, where it is not served yet."""
         with self._staged_alone():
-            now = self.promotions.now
-            return PublishResult(now.live) if now.waits else self._publish(now.promoted)
+            return self._publish(self.promotions.now.promoted)
 
     def roll_back(
         self, reason: str, failed: int | None = None, until: float = math.inf
@@ -144,8 +133,7 @@ class Publisher:
 
         Args:
             reason: for the events.
-            failed: not an operator's wish: what this release showed, if it is on trial, or is
-                live and none is.
+            failed: not an operator's wish: what this release showed, if it is live.
             until: as in ``promote``.
 
         Raises:
@@ -155,9 +143,9 @@ class Publisher:
             return self._roll_back(reason, failed, until)
 
     def settle(self) -> bool:
-        """End the trial under way if it has a result: promote to the rest, or roll back.
+        """End the trial under way if it has a result: the release is good, or rolled back.
 
-        What is undecided stays on trial until there is enough traffic or another release.
+        What is undecided stays on trial until it can be decided or another release replaces it.
 
         Returns:
             Whether something changed.
@@ -175,44 +163,26 @@ class Publisher:
                 return False
             if result.event == "canary_rolled_back":
                 return self._roll_back(result.reason, trial.version).changes
-
-            def settled() -> None:
-                if result.unmeasured:
-                    promotions.measure_incumbent()
-                elif result.event == "canary_undecided":
-                    late = replace(trial, servers=(), others=(), undecided=result.reason)
-                    promotions.on_trial(late)
-                else:
-                    promotions.serves(trial.version, result.figures)
-                self._record(result.event, trial.version, result.reason)
-
-            if trial.servers and not result.unmeasured:
-                self._publish(trial.version, settled)
-                return True
             with self.committed_alone():
                 if promotions.now.trial != trial:  # A sync has replaced it meanwhile.
                     return False
                 with promotions.state.transaction():
-                    settled()
-                if result.unmeasured:
-                    self._restore(trial.incumbent, self.fleet.addresses, {})
+                    if result.event == "canary_undecided":
+                        promotions.on_trial(replace(trial, undecided=result.reason))
+                    else:
+                        promotions.serves(trial.version, result.figures)
+                    self._record(result.event, trial.version, result.reason)
             return True
 
-    def measure(self) -> bool:
-        """Keep what a trial compares with: the live acceptance of a good release.
-
-        Returns:
-            Whether a release has waited for that.
-        """
+    def measure(self) -> None:
+        """Keep what a trial compares with: the live acceptance of a good release."""
         now = self.promotions.now
-        figures = None
-        if self._canary is not None and now.trial is None:
-            figures = self._canary.figures(now.live, self.fleet.addresses, now.hold)
+        if self._canary is None or now.trial is not None:
+            return
+        figures = self._canary.figures(now.live, self.fleet.addresses)
         with self.promotions.state.transaction():
-            if figures is None or self.promotions.now != now:
-                return False
-            self.promotions.measured(figures)
-        return now.hold
+            if figures is not None and self.promotions.now == now:
+                self.promotions.measured(figures)
 
     @contextmanager
     def at_rest(self) -> Iterator[frozenset[str] | None]:
@@ -224,9 +194,6 @@ class Publisher:
         try:
             with self._handover:
                 waiting = {*self._taken, *(() if self._staged is None else self._staged.stage_ids)}
-            now = self.promotions.now
-            if now.trial is not None and now.canaries:
-                waiting.add(f"draft-{now.trial.version}")
             yield frozenset(waiting)
         finally:
             self._staging.release()
@@ -254,28 +221,20 @@ class Publisher:
         finally:
             lock.release()
 
-    def _publish(
-        self, version: int, settled: Settled = None, until: float = math.inf, pin: Pin = None
-    ) -> PublishResult:
+    def _publish(self, version: int, until: float = math.inf, pin: Pin = None) -> PublishResult:
         """Stage and commit.
 
         Args:
             version: the release.
-            settled: its trial has a result, which this writes down: it goes to all servers, and
-                from its canaries too where that fails. None: it goes on trial first.
+            until: as in ``promote``.
             pin: not None: it is promoted, pinned or not, in the moment in which it goes live.
         """
         self._drop_staged()
-        result = self._stage(version, settled, pin)
+        result = self._stage(version, pin)
         with self.committed_alone(until):
-            if result.draft is not None:
-                return self._commit(result, 0, "", settled, pin)
-            if settled is not None and result.draft_version != version:
-                why = "the others could not stage it"
-                result.outcomes |= self._undo(version, (), {}, why)
-            return result
+            return result if result.draft is None else self._commit(result, 0, "", pin)
 
-    def _stage(self, version: int, settled: Settled = None, pin: Pin = None) -> PublishResult:
+    def _stage(self, version: int, pin: Pin = None) -> PublishResult:
         """Stage on every reachable server that serves another release, or on none of them."""
         self.fleet.refresh()
         states = self.fleet.states()
@@ -285,8 +244,8 @@ class Publisher:
         reached = {a: o.state for a, o in outcomes.items() if o.state is not None}
         behind = [a for a, s in reached.items() if not self.payloads.is_served(s, version)]
         if not behind:
-            if reached and (settled is not None or version != self.promotions.now.live):
-                self._went_live(version, (), (), settled, pin)
+            if reached and version != self.promotions.now.live:
+                self._went_live(version, pin)
             return PublishResult(version, outcomes)
         draft = self.payloads.get(version)
         # No other will be committed but by ``complete``: what is left would take this one's memory.
@@ -309,19 +268,13 @@ class Publisher:
         staged: PublishResult | None,
         policy_version: int,
         policy_stage_id: str,
-        settled: Settled = None,
         pin: Pin = None,
     ) -> PublishResult:
         """Commit on every server; a draft that fails on one of its holders is undone on all."""
-        now, canary = self.promotions.now, self._canary
+        now = self.promotions.now
         draft = staged.draft if staged is not None else None
-        if settled is not None or draft is None or draft.version in (now.live, now.incumbent):
-            canary = None
-        holders = dict.fromkeys(staged.holders if staged is not None else ())
-        chosen = canary.choose([*holders]) if canary is not None else tuple(holders)
-        first = frozenset(chosen)
-        others = tuple(address for address in holders if address not in first)
-        refusal = ""
+        holders = staged.holders if staged is not None else []
+        chosen, refusal = holders, ""
         if draft is not None:
             try:
                 self.promotions.intends(draft.version)
@@ -329,11 +282,11 @@ class Publisher:
                 self._note("not_committed", draft.version, str(error))
                 refusal = f"{draft.stage_id} was not committed: {error}"
                 self._abort(staged)
-                chosen = ()
+                chosen = []
         known = {} if staged is None else {address: staged.outcomes[address] for address in holders}
         addresses = dict.fromkeys((*self.fleet.addresses, *chosen))
         outcomes = {address: known.get(address, ServerOutcome()) for address in addresses}
-        enough = self.fleet.quorum_of(len(chosen)) if others or staged is None else staged.enough
+        enough = 0 if staged is None else staged.enough
         commit_on_all(self.fleet, draft, chosen, policy_version, policy_stage_id, outcomes, enough)
         without = staged.without if staged is not None else {}
         for address, outcome in outcomes.items():
@@ -351,7 +304,7 @@ class Publisher:
             why = "" if live else f"it failed on {', '.join(failed)}"
             try:
                 if live:
-                    self._went_live(draft.version, chosen, others, settled, pin)
+                    self._went_live(draft.version, pin)
             except RefusedError as error:
                 # The disk does not know that it is live, so it must not be.
                 why = str(error)
@@ -361,25 +314,15 @@ class Publisher:
                 result.outcomes |= restored
             else:
                 result.changes = True
-                result.draft_version = now.live if others else draft.version
-                expect_on(self.fleet, draft, failed if others else [*failed, *without])
+                result.draft_version = draft.version
+                expect_on(self.fleet, draft, [*failed, *without])
         return result
 
-    def _went_live(
-        self,
-        version: int,
-        servers: tuple[str, ...],
-        others: tuple[str, ...],
-        settled: Settled,
-        pin: Pin,
-    ) -> None:
-        """Write down that ``servers`` serve a release, and ``others`` the one before it.
+    def _went_live(self, version: int, pin: Pin) -> None:
+        """Write down that the fleet serves a release; its trial begins, if it needs one.
 
         Args:
             version: the release.
-            servers: some of the fleet's; not looked at where there are no others.
-            others: the rest, while the release is on trial.
-            settled: writes it down where a trial has its result; None: the trial begins.
             pin: as in ``_publish``.
 
         Raises:
@@ -387,21 +330,17 @@ class Publisher:
         """
         promotions, canary = self.promotions, self._canary
         now = promotions.now
-        tried = settled is None and canary is not None and version not in (now.live, now.incumbent)
         # Not inside the transaction: reports of servers take other locks.
         figures = None
         if canary is not None and now.trial is None:
             figures = canary.figures(now.live, self.fleet.addresses)
-        trial = Trial(version, now.incumbent, servers if others else (), others, time.time())
+        trial = Trial(version, now.incumbent, time.time())
         with promotions.state.transaction():
-            if now.trial is not None and settled is None and version != now.live:
-                before, kept = now.trial, "" if others else now.trial.undecided
-                trial = replace(trial, began_at=before.began_at, undecided=kept)
+            if now.trial is not None and version != now.live:
                 text = f"draft {version} replaced it before a verdict"
-                self._record("canary_undecided", before.version, text)
-            if settled is not None:
-                settled()
-            elif canary is not None and tried:
+                self._record("canary_undecided", now.trial.version, text)
+                trial = replace(now.trial, version=version)
+            if canary is not None and version not in (now.live, now.incumbent):
                 promotions.on_trial(trial, figures)
                 promotions.state.after_commit(canary.begin)
             elif version == now.live and now.trial is not None:
@@ -410,8 +349,7 @@ class Publisher:
                 promotions.serves(version)
             if pin is not None:
                 promotions.promote(version, pin)
-            if not others:
-                self._record("committed", version)
+            self._record("committed", version)
 
     def _undo(
         self,
@@ -421,19 +359,18 @@ class Publisher:
         why: str,
         policy_committed: bool = False,
     ) -> dict[str, ServerOutcome]:
-        """Put servers, and those that serve ``version`` on trial, on the live release."""
+        """Put servers on the live release."""
         now, restored = self.promotions.now, dict[str, ServerOutcome]()
         # Servers that were caught up with the live one: those that took it stay on it.
         replaced = version != now.live
         if replaced:
-            servers = dict.fromkeys((*addresses, *now.canaries))
-            restored = self._restore(now.live, servers, outcomes)
+            restored = self._restore(now.live, addresses, outcomes)
         text = f"draft {version} was rolled back: {why}"
         for outcome in restored.values():
             outcome.committed = policy_committed
             outcome.error = f"{text}; {outcome.error}" if outcome.error else text
         try:
-            self.promotions.undone(version)
+            self.promotions.undone()
         except RefusedError as error:
             # It stays intended on disk, which a restart takes for "undo it", as it should.
             logger.error("%s", error)
@@ -445,7 +382,7 @@ class Publisher:
         """To a good release. Only a failed trial lets go of a pin."""
         promotions, reason = self.promotions, reason or "no reason given"
         with self.committed_alone(until):
-            if failed not in (None, promotions.now.judged):  # A sync has put another one live.
+            if failed not in (None, promotions.now.live):  # A sync has put another one live.
                 return PublishResult(promotions.now.live)
             with promotions.state.transaction():
                 by_hand, tried = failed is None, self._canary is not None
@@ -472,7 +409,7 @@ class Publisher:
         """After a restart: commits that have begun and did not end are undone by ``reconcile``; a
         trial goes on, unless there are none any more."""
         now, promotions = self.promotions.now, self.promotions
-        if self._canary is None and (now.trial is not None or now.hold):
+        if self._canary is None and now.trial is not None:
             promotions.serves(now.live)
         if now.intent is None:
             return

@@ -152,14 +152,14 @@ class Reconciler:
         for address in list(self._diverged):
             if address not in states:
                 del self._diverged[address]
-        given_up, judged = set(), publisher.promotions.now.judged
+        given_up, live = set(), publisher.promotions.now.live
         for address, state in states.items():
             if not isinstance(state, Failure):
                 text, version = self._compare(address, state), state.draft_version
                 recommits = self._recommits[address, version]
                 if _blames_draft(text) and recommits >= MOST_RECOMMITS:
                     given_up.add(address)
-                    if version == judged:
+                    if version == live:
                         self._give_up = (version, f"{address}, again: {text}")
         self._expect(states)
         now = time.monotonic()
@@ -187,26 +187,25 @@ class Reconciler:
         """With a quorum, servers on another release than wanted are not ready until they have it:
         those that missed the publish, and were not reached when it ended."""
         publisher = self._publisher
-        now = publisher.promotions.now
+        version = publisher.promotions.now.live
         if publisher.fleet.config.quorum == 1.0:
             return
         behind: dict[str, tuple[int, bytes]] = {}
         for address, found in self._diverged.items():
-            version = now.wanted_on(address)
             sha256 = publisher.payloads.digest(version)
             if sha256 and found.reason != "not_ready" and not isinstance(states[address], Failure):
                 behind[address] = version, sha256
         publisher.fleet.each(lambda client: client.expect(*behind[client.address]), behind)
 
     def _count(self, states: Mapping[str, pb.ServerState | Failure]) -> None:
-        """Count servers that are known, reachable, ready, and on the release wanted on them."""
+        """Count servers that are known, reachable, ready, and on the fleet's release."""
         publisher = self._publisher
-        now, reached = publisher.promotions.now, 0
+        live, reached = publisher.promotions.now.live, 0
         ready = current = 0
-        for address, state in states.items():
+        for state in states.values():
             if not isinstance(state, Failure):
                 reached, ready = reached + 1, ready + (not state.not_ready)
-                current += publisher.payloads.is_served(state, now.wanted_on(address))
+                current += publisher.payloads.is_served(state, live)
         publisher.counters.servers = {
             **{"known": len(states), "reachable": reached},
             **{"ready": ready, "current": current},
@@ -214,7 +213,7 @@ class Reconciler:
 
     def _compare(self, address: str, state: pb.ServerState) -> str:
         """Note, and return, how a server differs from what is wanted on it; empty: it does not."""
-        wanted = self._publisher.promotions.now.wanted_on(address)
+        wanted = self._publisher.promotions.now.live
         if not self._publisher.payloads.is_served(state, wanted):
             same = state.draft_version == wanted
             reason = "other_content" if same else "other_version"
@@ -231,7 +230,7 @@ class Reconciler:
     def _put_right(self, client: RolloutClient) -> pb.ServerState | Failure:
         publisher = self._publisher
         payloads, fleet, counters = publisher.payloads, publisher.fleet, publisher.counters
-        wanted = publisher.promotions.now.wanted_on(client.address)
+        wanted = publisher.promotions.now.live
         # An id of its own, which is aborted where it fails: a sync may hold the usual one.
         self._stages += 1
         stage_id = f"draft-{wanted}-healed-{self._stages}"
@@ -239,7 +238,7 @@ class Reconciler:
         if isinstance(staged, Failure):
             return staged
         with publisher.committed_alone():
-            now = publisher.promotions.now.wanted_on(client.address)
+            now = publisher.promotions.now.live
             if now == wanted:
                 answer = client.commit([stage_id])
             else:
@@ -258,7 +257,7 @@ class Reconciler:
         if isinstance(answer, Failure):
             logger.warning("%s %s; next try in %.0f s: %s", address, found.text, wait, answer.text)
             return
-        wanted, text = publisher.promotions.now.wanted_on(address), f"{address} {found.text}"
+        wanted, text = publisher.promotions.now.live, f"{address} {found.text}"
         publisher.promotions.state.events.note("healed", draft_version=wanted, reason=text)
         logger.warning("%s was put on draft %d again: it %s", address, wanted, found.text)
 
@@ -275,8 +274,7 @@ class Reconciler:
                         self._count(self._publisher.fleet.states())
                     if time.monotonic() >= measure_at:
                         measure_at = time.monotonic() + MEASURE_SECONDS
-                        if self._publisher.measure():
-                            self._publish(held=True)
+                        self._publisher.measure()
                     due = time.monotonic() + (self._seconds or LOOK_SECONDS)
                     if time.monotonic() >= self._unpublished.not_before:
                         self._released.set()
@@ -296,10 +294,10 @@ class Reconciler:
             revision = self._watch.wait_beyond(revision, max(0.0, due - time.monotonic()))
             self._stopping.wait(max(PACE_SECONDS, pace))
 
-    def _publish(self, held: bool = False) -> None:
-        """Publish what is promoted, where no sync does; or what was live and was held back."""
+    def _publish(self) -> None:
+        """Publish what is promoted, where no sync does."""
         now, on = self._publisher.promotions.now, self._publisher.fleet.config.on
-        if now.waits or now.promoted == now.live or not (held or on == "promotion"):
+        if now.promoted == now.live or on != "promotion":
             self._unpublished = Divergence()
             return
         if self._unpublished.text != str(now.promoted):

@@ -167,7 +167,7 @@ class TrainerServer:
                 *(config.canary, lambda: self._fleet.drafting()[0], self._watch),
                 run=lambda: self.runs.current,
             )
-            if config.canary.share
+            if config.canary.enabled
             else None,
         )
         self._reconciler = Reconciler(self.publisher, self._watch)

@@ -293,7 +293,6 @@ class Status:
             verdicts=by_label(counters.verdicts),
             last_verdict=gate,
             trial=None if trial is None else _trial_view(trial),
-            measuring=promotion.measuring,
             servers=self._servers(drafted),
             servers_by_state=counters.servers,
             last_minute=drafted.get("", ()),
@@ -357,8 +356,6 @@ def _trial_view(trial: Trial) -> console.TrialView:
     return console.TrialView(
         draft_version=trial.version,
         incumbent_version=trial.incumbent,
-        servers=trial.servers,
-        others=trial.others,
         began_at=trial.began_at,
         undecided=trial.undecided,
     )

@@ -80,7 +80,7 @@ class Rig:
             )
         )
         self.watch = AcceptanceWatch(self.fleet)
-        self.canary_config = canary or CanaryConfig(share=0.0)
+        self.canary_config = canary or CanaryConfig(enabled=False)
         self.run: Any = None
         self.restart()
 
@@ -90,7 +90,7 @@ class Rig:
         run_id = lambda: "" if self.run is None else self.run.run_id  # noqa: E731
         self.promotions = open_promotions(self.registry, run_id)
         self.canary = Canary(self.canary_config, lambda: 3, self.watch, lambda: self.run)
-        canary = self.canary if self.canary_config.share else None
+        canary = self.canary if self.canary_config.enabled else None
         self.publisher = Publisher(
             self.fleet, self.registry, self.promotions, self.counters, canary
         )

@@ -34,6 +34,14 @@ def refused(**sections: Any) -> RefusedError:
             "learning_rate",
             "rename it to learning_rate",
         ),
+        (
+            {"canary": {"share": 0.25}},
+            "canary.share",
+            "a key that was removed",
+            "max_seconds",
+            "tried on the whole fleet",
+        ),
+        ({"draft": {}, "canary": {"share": 0.25}}, "draft.initial", "", "", "removed key: canary"),
         ({"server": {"port": "50051"}}, "server.port", "'50051'", "integer", "fix"),
         ({"server": 7}, "server", "7", "a [section]", "fix"),
         (

@@ -224,7 +224,6 @@ def test_late_read_back_loses_no_server(rig: Rig, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(RolloutClient, "state", late)
     states = rig.fleet.states(read_back=True)
     assert not any(isinstance(state, Failure) for state in states.values())
-    assert rig.fleet.any_ready([*states])
 
 
 def test_servers_join_and_leave(rig: Rig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

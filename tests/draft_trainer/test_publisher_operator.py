@@ -131,7 +131,7 @@ def test_figures_of_other_policy_judge_no_release(
     rig.run = SimpleNamespace(run_id="one", began=0.0)
     rig.watching()
     rig.draft(0, GOOD, 4000)
-    assert not rig.publisher.measure()
+    rig.publisher.measure()
     assert rig.promotions.now.figures_run == "one"
     if what != "another run":
         rig.forget()
@@ -142,16 +142,16 @@ def test_figures_of_other_policy_judge_no_release(
     else:
         rig.run = SimpleNamespace(run_id="other", began=time.monotonic())
     rig.draft(0, WORSE, steps)
-    assert not rig.publisher.measure()
+    rig.publisher.measure()
     rig.publisher.promote(1, pin=False)
-    rig.draft(1, MIDDLE, 1000)
-    settle(rig, 1, MIDDLE)
-    now = rig.promotions.now
-    assert now.trial is None and now.promoted == 1
+    rig.draft(1, MIDDLE, 4000)
     if steps:
-        assert rig.served == [1] and now.good == (0, 1)
+        settle(rig, 1, MIDDLE)
     else:
-        assert rig.served == [0] and now.measuring, "it is measured first"
+        assert not rig.publisher.settle(), "nothing to compare with"
+    now = rig.promotions.now
+    assert rig.served == [1] and now.promoted == 1
+    assert now.good == ((0, 1) if steps else (0,)) and (now.trial is None) == bool(steps)
 
 
 @pytest.mark.parametrize("reopened", ["one", "other"])
@@ -163,23 +163,24 @@ def test_figures_count_until_another_run_is_opened(
     rig.run = SimpleNamespace(run_id="one", began=0.0)
     rig.watching()
     rig.draft(0, GOOD, 4000)
-    assert not rig.publisher.measure()
+    rig.publisher.measure()
     rig.run = None
     rig.forget()
     rig.watching()
     rig.draft(0, GOOD, 400)
-    assert not rig.publisher.measure()
+    rig.publisher.measure()
     now = rig.promotions.now
     assert sum(batch.drafts for batch in now.figures) >= 4400 and now.figures_run == "one"
     rig.run = SimpleNamespace(run_id=reopened, began=time.monotonic())
     rig.publisher.promote(2, pin=False)
-    settle(rig, 2, WORSE)
-    now = rig.promotions.now
-    assert rig.served == [0] and now.trial is None
+    rig.draft(2, WORSE, 4000)
     if reopened == "one":
-        assert not now.hold and rig.events()[-1] == ("canary_rolled_back", 2)
+        settle(rig, 2, WORSE)
+        assert rig.served == [0] and rig.promotions.now.trial is None
+        assert rig.events()[-1] == ("canary_rolled_back", 2)
     else:
-        assert now.measuring, "it is measured first"
+        assert not rig.publisher.settle(), "nothing to compare with"
+        assert rig.served == [2] and rig.promotions.now.trial is not None
 
 
 def one_passed(rig: Rig) -> None:
@@ -190,14 +191,14 @@ def one_passed(rig: Rig) -> None:
     rig.publisher.promote(1, pin=False)
     settle(rig, 1)
     assert rig.promotions.now.good == (0, 1)
-    assert not rig.publisher.measure()
+    rig.publisher.measure()
 
 
 @pytest.mark.parametrize("what", ["a day later", "another run"])
 def test_release_rolled_back_by_hand_is_not_served_again(
     make_rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
-    """Not to be measured either, where nothing is known to compare the next release with."""
+    """Nor is the next one held up where nothing is known to compare it with."""
     rig = make_rig(1, CanaryConfig())
     one_passed(rig)
     if what == "a day later":
@@ -215,7 +216,7 @@ def test_release_rolled_back_by_hand_is_not_served_again(
     settle(rig, 2)
     now = rig.promotions.now
     assert rig.served == [2] and now.good == (0, 2)
-    assert now.trial is None and not now.hold
+    assert now.trial is None
 
 
 @pytest.mark.parametrize("how", ["roll back", "promote"])
@@ -235,14 +236,14 @@ def test_trial_of_good_release_ends_without_incumbent_figures(
     rig.draft(0, WORSE, 1000)
     assert rig.publisher.settle()
     now = rig.promotions.now
-    assert rig.served == [0] and now.incumbent == 0 and now.trial is None and not now.hold
+    assert rig.served == [0] and now.incumbent == 0 and now.trial is None
     assert rig.events()[-1] == ("canary_promoted", 0)
 
 
 def test_release_replacing_damaged_one_needs_no_trial(
     make_rig: Callable[..., Rig],
 ) -> None:
-    """The fleet cannot go back to what is damaged, to measure it."""
+    """The fleet cannot go back to what is damaged."""
     rig = make_rig(1, CanaryConfig())
     one_passed(rig)
     path = rig.root / "release-000001" / "config.json"
@@ -272,7 +273,7 @@ def test_figures_from_before_restart_are_taken_over_once(
 
     rig.watching()
     rig.draft(0, GOOD, 4000)
-    assert not rig.publisher.measure()
+    rig.publisher.measure()
     rig.forget()
     rig.watching()
     pass_by(0.7 * HISTORY_SECONDS)
@@ -281,7 +282,7 @@ def test_figures_from_before_restart_are_taken_over_once(
     assert sum(batch.drafts for batch in rig.promotions.now.figures) >= 4000
     pass_by(1.4 * HISTORY_SECONDS)
     rig.draft(0, WORSE, 400)
-    assert not rig.publisher.measure()
+    rig.publisher.measure()
     assert sum(batch.drafts for batch in rig.promotions.now.figures) == 400
 
 
@@ -291,7 +292,7 @@ def test_trial_ignores_drafts_of_previous_run(make_rig: Callable[..., Rig]) -> N
     rig.run = SimpleNamespace(run_id="one", began=0.0)
     rig.watching()
     rig.draft(0, GOOD, 4000)
-    assert not rig.publisher.measure()
+    rig.publisher.measure()
     rig.publisher.promote(1, pin=False)
     rig.draft(1, GOOD, 600)
     trial = rig.promotions.now.trial
@@ -306,13 +307,13 @@ def test_figures_from_before_restart_count_for_incumbent_only(
     rig = make_rig(1, CanaryConfig())
     rig.watching()
     rig.draft(0, GOOD, 6000)
-    assert not rig.publisher.measure()
+    rig.publisher.measure()
     rig.forget()
     rig.watching()
     rig.publisher.promote(1, pin=False)
     settle(rig, 1)
     assert rig.promotions.now.good == (0, 1)
-    assert not rig.publisher.measure()
+    rig.publisher.measure()
     assert sum(batch.drafts for batch in rig.promotions.now.figures) == rig.seen(1)
 
 
@@ -333,6 +334,6 @@ def test_figures_of_replaced_release_are_dropped(
         return found
 
     monkeypatch.setattr(rig.canary, "figures", then_roll_back)
-    assert not rig.publisher.measure()
+    rig.publisher.measure()
     now = rig.promotions.now
     assert (now.live, now.trial, now.figures) == (0, None, ())

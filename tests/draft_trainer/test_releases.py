@@ -110,7 +110,7 @@ def test_prune_keeps_what_the_fleet_may_be_put_on(tmp_path: Path) -> None:
         promotions = Promotions(state, registry.get)
         for good in (0, 1):
             promotions.serves(good)
-        promotions.on_trial(Trial(3, 1, ("a:1",)))
+        promotions.on_trial(Trial(3, 1))
         promotions.promote(4, pin=True)
         promotions.intends(5)
     # A registry that is opened again: only the newest, 6, is kept for its number.

@@ -12,7 +12,7 @@ import pytest
 from pydantic import ValidationError
 
 from benchmarks.publish_faults.memory_server import Faults, MemoryServer
-from draft_trainer.config import CanaryConfig, PublishConfig
+from draft_trainer.config import PublishConfig
 from draft_trainer.releases import commits as commits_module
 from draft_trainer.releases.client import RolloutClient
 from tests.draft_trainer.fleet_rig import LONG, Rig, fleet_events
@@ -210,14 +210,6 @@ def test_a_policy_in_the_same_call_is_waited_for_everywhere(
     result = rig.publisher.complete(7, stage_id)
     assert all(outcome.committed for outcome in result.outcomes.values())
     assert rig.served == [1] * 4 and rig.policies == [7] * 4
-
-
-def test_a_trial_on_some_servers_has_its_own_quorum(make_rig: Callable[..., Rig]) -> None:
-    rig = make_rig(4, CanaryConfig(share=0.5), quorum=0.75, straggler_s=LONG)
-    rig.publisher.promote(1, pin=False)
-    trial = rig.promotions.now.trial
-    assert trial is not None and len(trial.servers) == 2 and sorted(rig.served) == [0, 0, 1, 1]
-    assert not any(told(server, 1) for server in rig.servers)
 
 
 @pytest.mark.parametrize("seed", range(3))
