@@ -14,7 +14,7 @@ from draft_trainer.counters import Counters
 from draft_trainer.drafters.eagle3.checkpoint import Eagle3
 from draft_trainer.releases.fleet import Fleet
 from draft_trainer.releases.publisher import Publisher
-from draft_trainer.releases.registry import Registry, open_promotions
+from draft_trainer.releases.registry import Registry, open_pointer
 from slipstream.checkpoints import WEIGHTS_FILE
 from slipstream.v1 import release_pb2
 
@@ -71,8 +71,8 @@ class Ours:
                 commit_timeout_s=60.0,
             )
         )
-        promotions = open_promotions(self.registry)
-        self._publisher = Publisher(self._fleet, self.registry, promotions, Counters())
+        pointer = open_pointer(self.registry)
+        self._publisher = Publisher(self._fleet, self.registry, pointer, Counters())
         self._next = 1
 
     @property

@@ -22,10 +22,10 @@ from prometheus_client import generate_latest
 from benchmarks.publish_faults.rig import write_releases
 from draft_trainer.config import PublishConfig
 from draft_trainer.counters import Counters
-from draft_trainer.releases.canary import AcceptanceWatch
 from draft_trainer.releases.client import RolloutClient
 from draft_trainer.releases.commits import Payloads
 from draft_trainer.releases.fleet import Fleet
+from draft_trainer.releases.watch import AcceptanceWatch
 from draft_trainer.server.status import FleetView
 from slipstream.client import Progress
 from slipstream.serving import SERVER_OPTIONS

@@ -28,13 +28,13 @@ import torch
 from benchmarks.publish_faults.rig import write_releases
 from draft_trainer.config import PublishConfig
 from draft_trainer.counters import Counters
-from draft_trainer.releases.canary import AcceptanceWatch
 from draft_trainer.releases.client import DraftPayload, Failure
 from draft_trainer.releases.fleet import Calls, Fleet, Quorum
 from draft_trainer.releases.publisher import Publisher
 from draft_trainer.releases.reconcile import Reconciler
-from draft_trainer.releases.registry import open_promotions
+from draft_trainer.releases.registry import open_pointer
 from draft_trainer.releases.spread import FAN_OUT, SEEDS
+from draft_trainer.releases.watch import AcceptanceWatch
 from slipstream.client import Progress
 from slipstream.v1 import rollout_server_pb2 as pb
 
@@ -370,8 +370,8 @@ def simulate(scenario: Scenario, servers: int, threads: int, folder: Path) -> di
     config = PublishConfig(quorum=scenario.quorum, straggler_s=1.0, stage_timeout_s=600.0)
     fleet = VirtualFleet(world, config)
     registry = write_releases(folder, 2)
-    promotions, counters = open_promotions(registry), Counters()
-    publisher = Publisher(fleet, registry, promotions, counters)
+    pointer, counters = open_pointer(registry), Counters()
+    publisher = Publisher(fleet, registry, pointer, counters)
     get = publisher.payloads.get
     size = torch.empty(round(network.draft_bytes), dtype=torch.uint8, device="meta")
     sized = replace(get(1), tensors={"w": size})
@@ -379,7 +379,7 @@ def simulate(scenario: Scenario, servers: int, threads: int, folder: Path) -> di
     for server in world.servers.values():
         server.live_sha256 = publisher.payloads.get(0).sha256
     began = time.process_time()
-    promotions.offer(1)
+    pointer.offer(1)
     prepared = publisher.prepare()
     staged_at = world.now
     result = publisher.complete(0, "")

@@ -10,9 +10,10 @@ committed without the draft. A trainer that dies in between undoes it when it is
 
 What is live is on trial until its live acceptance is compared with the last good release's.
 
-``_staging`` serialises publishes. ``_committing`` covers the commits and what puts servers back, so
-that a policy's commit does not wait for a publish that is still staging. It does wait for a roll
-back, which stages on servers that no longer hold the release before.
+``_publish_lock`` lets one publish at a time stage. ``_commit_lock`` guards what the servers serve
+and which stage waits for a commit: a policy's commit does not wait for a publish that is still
+staging. It does wait for a roll back, which stages on servers that no longer hold the release
+before. Both are taken in this order.
 """
 
 from __future__ import annotations
@@ -21,13 +22,10 @@ import logging
 import math
 import threading
 import time
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import replace
 
 from draft_trainer.counters import Counters
-from draft_trainer.releases.canary import Canary
 from draft_trainer.releases.client import POLICY_SECONDS
 from draft_trainer.releases.commits import (
     Payloads,
@@ -38,14 +36,23 @@ from draft_trainer.releases.commits import (
     put_all_on,
 )
 from draft_trainer.releases.fleet import Fleet
-from draft_trainer.releases.promotions import Promotions, Trial
+from draft_trainer.releases.pointer import PointerStore
 from draft_trainer.releases.registry import Registry
 from draft_trainer.releases.spread import spread_to
+from draft_trainer.releases.states import ReleaseEvent
+from draft_trainer.releases.trial import Trials
 from slipstream.errors import RefusedError, StatusCode
 
 logger = logging.getLogger(__name__)
 
 Pin = bool | None
+
+TRIAL_EVENTS = {
+    ReleaseEvent.PASS: "canary_promoted",
+    ReleaseEvent.FAIL: "canary_rolled_back",
+    ReleaseEvent.FIND_TOO_LITTLE: "canary_undecided",
+}
+"""The event (``state.KINDS``) that a trial's end is noted as."""
 
 
 class Publisher:
@@ -55,24 +62,22 @@ class Publisher:
         self,
         fleet: Fleet,
         registry: Registry,
-        promotions: Promotions,
+        pointer: PointerStore,
         counters: Counters,
-        canary: Canary | None = None,
+        trials: Trials | None = None,
     ) -> None:
         self.fleet = fleet
-        self.promotions = promotions
+        self.pointer = pointer
         self.counters = counters
         self.payloads = Payloads(registry)
         self._registry = registry
-        self._canary = canary
-        self._staging = threading.Lock()
-        self._committing = threading.Lock()
-        self._handover = threading.Lock()
-        self._staged: PublishResult | None = None
-        self._taken: Counter[str] = Counter()  # ids that ``complete`` is about to commit
+        self._trials = trials
+        self._publish_lock = threading.Lock()
+        self._commit_lock = threading.Lock()
+        self._staged: PublishResult | None = None  # guarded by _commit_lock
         self._undo_interrupted()
-        if canary is not None:
-            canary.resume(promotions.now)
+        if trials is not None:
+            trials.resume(pointer.now)
 
     def prepare(self, until: float = math.inf) -> PublishResult:
         """Stage the promoted release on every reachable server that serves another one.
@@ -80,31 +85,20 @@ class Publisher:
         Staging that fails anywhere is undone everywhere; the outcomes say why. ``until``: as in
         ``promote``.
         """
-        with self._staged_alone(until):
-            self._drop_staged()
-            result = self._stage(self.promotions.now.promoted)
-            with self._handover:
+        with self._publishing(until):
+            self._drop_staged(until)
+            result = self._stage(self.pointer.now.promoted)
+            with self.committing(until):
                 self._staged = result if result.draft is not None else None
             return result
 
     def complete(self, policy_version: int, policy_stage_id: str) -> PublishResult:
         """Commit what ``prepare`` staged, together with a staged policy, in one call per server."""
-        with self._handover:
-            staged, self._staged = self._staged, None
-            taken = [] if staged is None else staged.stage_ids
-            self._taken += Counter(taken)
-        try:
-            with self.committed_alone():
-                now = self.promotions.now
-                other = staged is not None and now.live == now.promoted != staged.draft_version
-                if other or not self._taken.keys() >= {*taken}:
-                    # Since it was staged, it was rolled back, or another one is live.
-                    self._abort(staged)
-                    staged = None
-                return self._commit(staged, policy_version, policy_stage_id)
-        finally:
-            with self._handover:
-                self._taken -= Counter(taken)
+        with self.committing():
+            try:
+                return self._commit(self._staged, policy_version, policy_stage_id)
+            finally:
+                self._staged = None
 
     def promote(self, version: int, pin: bool, until: float = math.inf) -> PublishResult:
         """Stage and commit a release now. The pointer moves only when the fleet does.
@@ -114,16 +108,16 @@ class Publisher:
                 the monotonic time ``until`` at the latest: whoever asked does not wait any longer.
         """
         self._registry.get(version)
-        with self._staged_alone(until):
+        with self._publishing(until):
             result = self._publish(version, until, pin)
             if result.draft is None and result.draft_version == version:
-                self.promotions.promote(version, pin)  # It was live, or no server is reachable.
+                self.pointer.promote(version, pin)  # It was live, or no server is reachable.
             return result
 
     def publish_promoted(self) -> PublishResult:
         """Stage and commit the promoted release now, where it is not served yet."""
-        with self._staged_alone():
-            return self._publish(self.promotions.now.promoted)
+        with self._publishing():
+            return self._publish(self.pointer.now.promoted)
 
     def roll_back(
         self, reason: str, failed: int | None = None, until: float = math.inf
@@ -139,8 +133,8 @@ class Publisher:
         Raises:
             RefusedError: FAILED_PRECONDITION, there is none; ABORTED, a publish is under way.
         """
-        with self._staged_alone(until):
-            return self._roll_back(reason, failed, until)
+        with self._publishing(until), self.committing(until):
+            return self._roll_back(reason, failed)
 
     def settle(self) -> bool:
         """End the trial under way if it has a result: the release is good, or rolled back.
@@ -153,57 +147,53 @@ class Publisher:
         Raises:
             RefusedError: another publish is under way (ABORTED), or the disk is full.
         """
-        promotions, canary = self.promotions, self._canary
-        result = None if canary is None else canary.result(promotions.now, self.fleet)
+        pointer, trials = self.pointer, self._trials
+        result = None if trials is None else trials.result(pointer.now, self.fleet.addresses)
         if result is None:
             return False
-        trial = result.trial
-        with self._staged_alone():
-            if promotions.now.trial != trial:
+        with self._publishing(), self.committing():
+            if not result.is_of(pointer.now):  # A sync has replaced it meanwhile.
                 return False
-            if result.event == "canary_rolled_back":
-                return self._roll_back(result.reason, trial.version).changes
-            with self.committed_alone():
-                if promotions.now.trial != trial:  # A sync has replaced it meanwhile.
-                    return False
-                with promotions.state.transaction():
-                    if result.event == "canary_undecided":
-                        promotions.on_trial(replace(trial, undecided=result.reason))
-                    else:
-                        promotions.serves(trial.version, result.figures)
-                    self._record(result.event, trial.version, result.reason)
+            if result.event is ReleaseEvent.FAIL:
+                return self._roll_back(result.reason, result.version).changes
+            with pointer.state.transaction():
+                if result.event is ReleaseEvent.PASS:
+                    pointer.passed(result.figures, result.ratio)
+                else:
+                    pointer.found_too_little(result.reason)
+                self._record(TRIAL_EVENTS[result.event], result.version, result.reason)
             return True
 
     def measure(self) -> None:
         """Keep what a trial compares with: the live acceptance of a good release."""
-        now = self.promotions.now
-        if self._canary is None or now.trial is not None:
+        now = self.pointer.now
+        if self._trials is None or now.on_trial:
             return
-        figures = self._canary.figures(now.live, self.fleet.addresses)
-        with self.promotions.state.transaction():
-            if figures is not None and self.promotions.now == now:
-                self.promotions.measured(figures)
+        figures = self._trials.figures(now.live, self.fleet.addresses)
+        with self.pointer.state.transaction():
+            if figures is not None and self.pointer.now == now:
+                self.pointer.measured(figures)
 
     @contextmanager
-    def at_rest(self) -> Iterator[frozenset[str] | None]:
+    def try_pause(self) -> Iterator[frozenset[str] | None]:
         """Keep publishes from starting. Yields the ids of stages that wait for a commit; None, and
         without waiting, while a publish is under way."""
-        if not self._staging.acquire(blocking=False):
+        if not self._publish_lock.acquire(blocking=False):
             yield None
             return
         try:
-            with self._handover:
-                waiting = {*self._taken, *(() if self._staged is None else self._staged.stage_ids)}
-            yield frozenset(waiting)
+            staged = self._staged  # ``complete`` clears it once its commits have ended.
+            yield frozenset(() if staged is None else staged.stage_ids)
         finally:
-            self._staging.release()
+            self._publish_lock.release()
 
-    def _staged_alone(self, until: float = math.inf) -> AbstractContextManager[None]:
-        return self._held(self._staging, 2, until)
+    def _publishing(self, until: float = math.inf) -> AbstractContextManager[None]:
+        return self._held(self._publish_lock, 2, until)
 
-    def committed_alone(self, until: float = math.inf) -> AbstractContextManager[None]:
-        """Held while something is committed or put back, not while a publish stages."""
-        return self._held(self._committing, 3, until)
+    def committing(self, until: float = math.inf) -> AbstractContextManager[None]:
+        """Hold ``_commit_lock``: while something is committed or put back, not while a publish
+        stages. Raises RefusedError: as ``promote``."""
+        return self._held(self._commit_lock, 3, until)
 
     @contextmanager
     def _held(self, lock: threading.Lock, commits: int, until: float) -> Iterator[None]:
@@ -229,9 +219,9 @@ class Publisher:
             until: as in ``promote``.
             pin: not None: it is promoted, pinned or not, in the moment in which it goes live.
         """
-        self._drop_staged()
+        self._drop_staged(until)
         result = self._stage(version, pin)
-        with self.committed_alone(until):
+        with self.committing(until):
             return result if result.draft is None else self._commit(result, 0, "", pin)
 
     def _stage(self, version: int, pin: Pin = None) -> PublishResult:
@@ -244,12 +234,12 @@ class Publisher:
         reached = {a: o.state for a, o in outcomes.items() if o.state is not None}
         behind = [a for a, s in reached.items() if not self.payloads.is_served(s, version)]
         if not behind:
-            if reached and version != self.promotions.now.live:
+            if reached and version != self.pointer.now.live:
                 self._went_live(version, pin)
             return PublishResult(version, outcomes)
         draft = self.payloads.get(version)
         # No other will be committed but by ``complete``: what is left would take this one's memory.
-        self.fleet.abort_strays(states, (draft.stage_id, *self._taken))
+        self.fleet.abort_strays(states, (draft.stage_id,))
 
         enough = max(1, self.fleet.quorum_of(len(reached)) - (len(reached) - len(behind)))
         spread_to(self.fleet, draft, outcomes, behind, enough, self.counters)
@@ -261,7 +251,7 @@ class Publisher:
         for address in set(behind) - set(failed):
             error = f"{draft.stage_id} was aborted: staging failed on {', '.join(failed)}"
             outcomes[address].staged, outcomes[address].error = False, error
-        return PublishResult(self.promotions.now.live, outcomes)
+        return PublishResult(self.pointer.now.live, outcomes)
 
     def _commit(
         self,
@@ -271,13 +261,15 @@ class Publisher:
         pin: Pin = None,
     ) -> PublishResult:
         """Commit on every server; a draft that fails on one of its holders is undone on all."""
-        now = self.promotions.now
+        now = self.pointer.now
         draft = staged.draft if staged is not None else None
         holders = staged.holders if staged is not None else []
         chosen, refusal = holders, ""
         if draft is not None:
             try:
-                self.promotions.intends(draft.version)
+                # A server that is caught up with the live release changes no pointer.
+                if draft.version != now.live:
+                    self.pointer.begin_commit(draft.version)
             except RefusedError as error:
                 self._note("not_committed", draft.version, str(error))
                 refusal = f"{draft.stage_id} was not committed: {error}"
@@ -328,27 +320,22 @@ class Publisher:
         Raises:
             RefusedError: it cannot be written.
         """
-        promotions, canary = self.promotions, self._canary
-        now = promotions.now
+        pointer, trials = self.pointer, self._trials
+        now, figures = pointer.now, None
         # Not inside the transaction: reports of servers take other locks.
-        figures = None
-        if canary is not None and now.trial is None:
-            figures = canary.figures(now.live, self.fleet.addresses)
-        trial = Trial(version, now.incumbent, time.time())
-        with promotions.state.transaction():
-            if now.trial is not None and version != now.live:
+        if trials is not None and not now.on_trial:
+            figures = trials.figures(now.live, self.fleet.addresses)
+        with pointer.state.transaction():
+            if now.on_trial and version != now.live:
                 text = f"draft {version} replaced it before a verdict"
-                self._record("canary_undecided", now.trial.version, text)
-                trial = replace(now.trial, version=version)
-            if canary is not None and version not in (now.live, now.incumbent):
-                promotions.on_trial(trial, figures)
-                promotions.state.after_commit(canary.begin)
-            elif version == now.live and now.trial is not None:
-                promotions.undone()
-            else:
-                promotions.serves(version)
+                self._record("canary_undecided", now.live, text)
+            if version != now.live and trials is not None and version != now.incumbent:
+                pointer.begin_trial(version, figures)
+                pointer.state.after_commit(trials.begin)
+            elif version != now.live:
+                pointer.go_live(version)
             if pin is not None:
-                promotions.promote(version, pin)
+                pointer.promote(version, pin)
             self._record("committed", version)
 
     def _undo(
@@ -360,7 +347,7 @@ class Publisher:
         policy_committed: bool = False,
     ) -> dict[str, ServerOutcome]:
         """Put servers on the live release."""
-        now, restored = self.promotions.now, dict[str, ServerOutcome]()
+        now, restored = self.pointer.now, dict[str, ServerOutcome]()
         # Servers that were caught up with the live one: those that took it stay on it.
         replaced = version != now.live
         if replaced:
@@ -370,7 +357,7 @@ class Publisher:
             outcome.committed = policy_committed
             outcome.error = f"{text}; {outcome.error}" if outcome.error else text
         try:
-            self.promotions.undone()
+            self.pointer.undo_commit()
         except RefusedError as error:
             # It stays intended on disk, which a restart takes for "undo it", as it should.
             logger.error("%s", error)
@@ -378,24 +365,18 @@ class Publisher:
             self._note("rolled_back", version, why)
         return restored
 
-    def _roll_back(self, reason: str, failed: int | None, until: float = math.inf) -> PublishResult:
-        """To a good release. Only a failed trial lets go of a pin."""
-        promotions, reason = self.promotions, reason or "no reason given"
-        with self.committed_alone(until):
-            if failed not in (None, promotions.now.live):  # A sync has put another one live.
-                return PublishResult(promotions.now.live)
-            with promotions.state.transaction():
-                by_hand, tried = failed is None, self._canary is not None
-                version, target = promotions.roll_back(tried) if by_hand else promotions.failed()
-                event = "rolled_back_by_hand" if by_hand else "canary_rolled_back"
-                self._record(event, version, reason)
-            # Only now: where there is none to go to, what a sync has staged is still committed.
-            self._drop_staged()
-            with self._handover:
-                self._taken.pop(f"draft-{version}", None)
-            if self._canary is not None:
-                self._canary.begin()
-            outcomes = self._restore(target, self.fleet.addresses, {})
+    def _roll_back(self, reason: str, failed: int | None) -> PublishResult:
+        """Put the fleet on a good release. Only a failed trial lets go of a pin."""
+        pointer, reason = self.pointer, reason or "no reason given"
+        if failed not in (None, pointer.now.live):  # A sync has put another one live.
+            return PublishResult(pointer.now.live)
+        with pointer.state.transaction():
+            version, target = pointer.roll_back() if failed is None else pointer.failed()
+            event = "rolled_back_by_hand" if failed is None else "canary_rolled_back"
+            self._record(event, version, reason)
+        # Only now: where there is none to go to, what a sync has staged is still committed.
+        self._abort_staged()
+        outcomes = self._restore(target, self.fleet.addresses, {})
         self.fleet.each(lambda client: client.abort([f"draft-{version}"]))
         logger.warning("rolled back to draft %d: %s", target, reason)
         return PublishResult(target, outcomes, True)
@@ -408,18 +389,21 @@ class Publisher:
     def _undo_interrupted(self) -> None:
         """After a restart: commits that have begun and did not end are undone by ``reconcile``; a
         trial goes on, unless there are none any more."""
-        now, promotions = self.promotions.now, self.promotions
-        if self._canary is None and now.trial is not None:
-            promotions.serves(now.live)
-        if now.intent is None:
-            return
-        with promotions.state.transaction():
-            promotions.undone()
-            self._record("interrupted", now.intent, "the trainer ended between commits")
+        now, pointer = self.pointer.now, self.pointer
+        if now.intent is not None:
+            with pointer.state.transaction():
+                pointer.undo_commit()
+                self._record("interrupted", now.intent, "the trainer ended between commits")
+        if self._trials is None and now.on_trial:
+            pointer.go_live(now.live)
 
-    def _drop_staged(self) -> None:
-        with self._handover:
-            staged, self._staged = self._staged, None
+    def _drop_staged(self, until: float) -> None:
+        with self.committing(until):
+            self._abort_staged()
+
+    def _abort_staged(self) -> None:
+        """Abort what waits for a commit. ``_commit_lock`` is held."""
+        staged, self._staged = self._staged, None
         self._abort(staged)
 
     def _abort(self, staged: PublishResult | None) -> None:
@@ -428,10 +412,10 @@ class Publisher:
 
     def _record(self, event: str, version: int, reason: str = "") -> None:
         """An event of the transaction under way, counted once that is on disk."""
-        self.promotions.state.events.note(event, draft_version=version, reason=reason)
-        self.promotions.state.after_commit(lambda: self.counters.published(event))
+        self.pointer.state.events.note(event, draft_version=version, reason=reason)
+        self.pointer.state.after_commit(lambda: self.counters.published(event))
 
     def _note(self, event: str, version: int, reason: str) -> None:
         self.counters.published(event)
-        self.promotions.state.events.note(event, draft_version=version, reason=reason)
+        self.pointer.state.events.note(event, draft_version=version, reason=reason)
         logger.warning("draft %d, %s: %s", version, event, reason)

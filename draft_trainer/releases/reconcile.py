@@ -18,12 +18,12 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from draft_trainer.releases.canary import AcceptanceWatch
 from draft_trainer.releases.client import Failure, RolloutClient
 from draft_trainer.releases.commits import put_on, stage_on
 from draft_trainer.releases.fleet import ASLEEP
 from draft_trainer.releases.publisher import Publisher
 from draft_trainer.releases.spread import FAN_OUT
+from draft_trainer.releases.watch import AcceptanceWatch
 from slipstream.errors import RefusedError
 from slipstream.v1 import rollout_server_pb2 as pb
 
@@ -121,7 +121,7 @@ class Reconciler:
         Does nothing while a publish is under way; that one sees to the fleet itself.
         """
         self._give_up = None
-        with self._publisher.at_rest() as waiting:
+        with self._publisher.try_pause() as waiting:
             if waiting is not None:
                 self._reconcile(waiting)
         if self._give_up is not None:
@@ -152,15 +152,19 @@ class Reconciler:
         for address in list(self._diverged):
             if address not in states:
                 del self._diverged[address]
-        given_up, live = set(), publisher.promotions.now.live
+        given_up, live = set(), publisher.pointer.now.live
+        blaming, serving = dict[str, str](), 0
         for address, state in states.items():
             if not isinstance(state, Failure):
                 text, version = self._compare(address, state), state.draft_version
-                recommits = self._recommits[address, version]
-                if _blames_draft(text) and recommits >= MOST_RECOMMITS:
+                serving += version == live
+                if _blames_draft(text) and self._recommits[address, version] >= MOST_RECOMMITS:
                     given_up.add(address)
                     if version == live:
-                        self._give_up = (version, f"{address}, again: {text}")
+                        blaming[address] = text
+        # A server that most others contradict is broken itself: it stays not ready.
+        if 2 * len(blaming) > serving:
+            self._give_up = (live, "; ".join(f"{a}, again: {t}" for a, t in blaming.items()))
         self._expect(states)
         now = time.monotonic()
         reached = {a for a, state in states.items() if not isinstance(state, Failure)}
@@ -187,7 +191,7 @@ class Reconciler:
         """With a quorum, servers on another release than wanted are not ready until they have it:
         those that missed the publish, and were not reached when it ended."""
         publisher = self._publisher
-        version = publisher.promotions.now.live
+        version = publisher.pointer.now.live
         if publisher.fleet.config.quorum == 1.0:
             return
         behind: dict[str, tuple[int, bytes]] = {}
@@ -200,7 +204,7 @@ class Reconciler:
     def _count(self, states: Mapping[str, pb.ServerState | Failure]) -> None:
         """Count servers that are known, reachable, ready, and on the fleet's release."""
         publisher = self._publisher
-        live, reached = publisher.promotions.now.live, 0
+        live, reached = publisher.pointer.now.live, 0
         ready = current = 0
         for state in states.values():
             if not isinstance(state, Failure):
@@ -213,7 +217,7 @@ class Reconciler:
 
     def _compare(self, address: str, state: pb.ServerState) -> str:
         """Note, and return, how a server differs from what is wanted on it; empty: it does not."""
-        wanted = self._publisher.promotions.now.live
+        wanted = self._publisher.pointer.now.live
         if not self._publisher.payloads.is_served(state, wanted):
             same = state.draft_version == wanted
             reason = "other_content" if same else "other_version"
@@ -230,15 +234,15 @@ class Reconciler:
     def _put_right(self, client: RolloutClient) -> pb.ServerState | Failure:
         publisher = self._publisher
         payloads, fleet, counters = publisher.payloads, publisher.fleet, publisher.counters
-        wanted = publisher.promotions.now.live
+        wanted = publisher.pointer.now.live
         # An id of its own, which is aborted where it fails: a sync may hold the usual one.
         self._stages += 1
         stage_id = f"draft-{wanted}-healed-{self._stages}"
         staged = stage_on(client, wanted, payloads, stage_id, fleet, counters)
         if isinstance(staged, Failure):
             return staged
-        with publisher.committed_alone():
-            now = publisher.promotions.now.live
+        with publisher.committing():
+            now = publisher.pointer.now.live
             if now == wanted:
                 answer = client.commit([stage_id])
             else:
@@ -257,8 +261,8 @@ class Reconciler:
         if isinstance(answer, Failure):
             logger.warning("%s %s; next try in %.0f s: %s", address, found.text, wait, answer.text)
             return
-        wanted, text = publisher.promotions.now.live, f"{address} {found.text}"
-        publisher.promotions.state.events.note("healed", draft_version=wanted, reason=text)
+        wanted, text = publisher.pointer.now.live, f"{address} {found.text}"
+        publisher.pointer.state.events.note("healed", draft_version=wanted, reason=text)
         logger.warning("%s was put on draft %d again: it %s", address, wanted, found.text)
 
     def _run(self) -> None:
@@ -296,7 +300,7 @@ class Reconciler:
 
     def _publish(self) -> None:
         """Publish what is promoted, where no sync does."""
-        now, on = self._publisher.promotions.now, self._publisher.fleet.config.on
+        now, on = self._publisher.pointer.now, self._publisher.fleet.config.on
         if now.promoted == now.live or on != "promotion":
             self._unpublished = Divergence()
             return

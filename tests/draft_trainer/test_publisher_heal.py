@@ -128,17 +128,17 @@ def test_heal_backs_off_exponentially(rig: Rig, monkeypatch: pytest.MonkeyPatch)
 def test_trainer_killed_between_commits_undoes_them(rig: Rig, committed: int) -> None:
     """The pointer is as ``intends`` left it; so many servers have committed already."""
     rig.publisher.promote(1, pin=False)
-    rig.promotions.intends(2)
+    rig.pointer.begin_commit(2)
     for server in rig.servers[:committed]:
         client = rig.fleet.client(server.address)
         client.stage(rig.publisher.payloads.get(2))
         client.commit(["draft-2"])
-    assert rig.promotions.now.intent == 2
+    assert rig.pointer.now.intent == 2
     rig.restart()
     rig.heal()
     assert rig.served == [1, 1, 1]
     rig.assert_live(1)
-    assert rig.promotions.now.intent is None
+    assert rig.pointer.now.intent is None
     assert ("interrupted", 2) in rig.events()
     assert rig.publisher.promote(2, pin=False).draft_version == 2
     rig.assert_live(2)
@@ -170,7 +170,7 @@ def test_full_disk_at_commit_changes_nothing(rig: Rig, monkeypatch: pytest.Monke
         raise RefusedError("draft.registry", "No space left", "space", "make some")
 
     with monkeypatch.context() as patch:
-        patch.setattr(rig.promotions, "_write", full)
+        patch.setattr(rig.pointer, "_write", full)
         result = rig.publisher.promote(2, pin=False)
         assert (result.draft_version, result.changes) == (1, False)
         assert all("No space left" in o.error for o in result.outcomes.values())
@@ -179,7 +179,7 @@ def test_full_disk_at_commit_changes_nothing(rig: Rig, monkeypatch: pytest.Monke
     assert rig.publisher.promote(2, pin=False).draft_version == 2
 
 
-@pytest.mark.parametrize("written", ["serves", "promote"])
+@pytest.mark.parametrize("written", ["go_live", "promote"])
 def test_full_disk_after_commit_rolls_back(
     rig: Rig, monkeypatch: pytest.MonkeyPatch, written: str
 ) -> None:
@@ -190,11 +190,11 @@ def test_full_disk_after_commit_rolls_back(
         raise RefusedError("draft.registry", "No space left", "space", "make some")
 
     with monkeypatch.context() as patch:
-        patch.setattr(rig.promotions, written, full)
+        patch.setattr(rig.pointer, written, full)
         result = rig.publisher.promote(2, pin=True)
     assert (result.draft_version, result.changes) == (0, False)
     assert rig.served == [0, 0, 0]
-    now = rig.promotions.now
+    now = rig.pointer.now
     assert (now.live, now.promoted, now.pinned, now.intent) == (0, 0, False, None)
 
 
@@ -206,7 +206,7 @@ def test_stray_stages_are_aborted_and_used_ones_kept(
             rig.fleet.client(server.address).stage(rig.publisher.payloads.get(3), stage_id)
     rig.heal()
     assert [list(d.state.staged) for d in rig.servers] == [["mine"]] * 3
-    rig.promotions.offer(2)
+    rig.pointer.offer(2)
     rig.publisher.prepare()
     rig.heal()
     assert [sorted(d.state.staged) for d in rig.servers] == [["draft-2", "mine"]] * 3
@@ -281,7 +281,7 @@ def test_failed_publish_on_promotion_is_retried(
         return result
 
     monkeypatch.setattr(rig.publisher, "publish_promoted", publish)
-    rig.promotions.offer(1)
+    rig.pointer.offer(1)
     rig.reconciler.start()
     assert tried.wait(LONG)
     assert rig.served == [0, 0, 0]
@@ -364,6 +364,6 @@ def test_heal_backoff_does_not_overflow(rig: Rig, monkeypatch: pytest.MonkeyPatc
 
 def test_heal_does_nothing_during_publish(rig: Rig) -> None:
     rig.put(0, 3)
-    with rig.publisher._staged_alone():
+    with rig.publisher._publishing():
         rig.heal()
     assert rig.served == [3, 0, 0]

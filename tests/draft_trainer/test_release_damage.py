@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from draft_trainer.releases.promotions import promote_offline
+from draft_trainer.releases.pointer import promote_offline
 from draft_trainer.releases.registry import Registry
 from draft_trainer.training.state import FOLDER
 from slipstream.errors import RefusedError, StatusCode

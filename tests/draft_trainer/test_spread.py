@@ -15,13 +15,13 @@ import torch
 from benchmarks.publish_faults.memory_server import MemoryServer
 from draft_trainer.config import PublishConfig
 from draft_trainer.counters import Counters
-from draft_trainer.releases.canary import AcceptanceWatch
 from draft_trainer.releases.client import Failure
 from draft_trainer.releases.fleet import Fleet
 from draft_trainer.releases.publisher import Publisher
 from draft_trainer.releases.reconcile import Reconciler
-from draft_trainer.releases.registry import Registry, open_promotions
+from draft_trainer.releases.registry import Registry, open_pointer
 from draft_trainer.releases.spread import MOST_SENT, Spread
+from draft_trainer.releases.watch import AcceptanceWatch
 from rollout_server import peers
 from rollout_server.control import DRAFT, Weights
 from rollout_server.store import ContentStore
@@ -55,8 +55,8 @@ class Rig:
         self.counters = Counters()
         addresses = tuple(plane.address for plane in self.planes)
         self.fleet = Fleet(PublishConfig(rollout_servers=addresses, reconcile_s=0.2))
-        promotions = open_promotions(self.registry)
-        self.publisher = Publisher(self.fleet, self.registry, promotions, self.counters)
+        pointer = open_pointer(self.registry)
+        self.publisher = Publisher(self.fleet, self.registry, pointer, self.counters)
         self.size = self.publisher.payloads.get(1).nbytes
 
     def sent(self, source: str) -> float:
@@ -344,18 +344,18 @@ def test_a_second_trainer_of_one_fleet_is_refused_by_name(
 ) -> None:
     """Each on a registry of its own: neither takes what the other staged or serves."""
     rig = make(3)
-    one = rig.publisher.promotions.state.owner
+    one = rig.publisher.pointer.state.owner
     servers = rig.fleet.config
     first, second = Fleet(servers, trainer=one), Fleet(servers, trainer="the-other")
     try:
         rig.publisher.fleet = first
-        rig.publisher.promotions.offer(1)
+        rig.publisher.pointer.offer(1)
         assert rig.publisher.prepare().changes
         assert {plane.control.trainer for plane in rig.planes} == {one}
         registry = Registry(tmp_path / "second")
         registry.import_initial(tmp_path / "initial")
         registry.create(head(9), release_pb2.ReleaseManifest(run_id="other"))
-        other = Publisher(second, registry, open_promotions(registry), Counters())
+        other = Publisher(second, registry, open_pointer(registry), Counters())
         # What the first one holds staged is no stray to be aborted by the second.
         Reconciler(other, AcceptanceWatch(second)).round()
         result = other.promote(1, pin=False)

@@ -48,7 +48,7 @@ def test_enough_servers_make_a_release_live(quorum: Rig, phase: str) -> None:
     result = quorum.publisher.promote(1, pin=False)
     assert (result.draft_version, result.changes) == (1, True)
     assert quorum.served == [1, 0, 1, 1]
-    assert quorum.promotions.now.live == 1 and quorum.promotions.now.intent is None
+    assert quorum.pointer.now.live == 1 and quorum.pointer.now.intent is None
     assert result.outcomes[straggler.address].error != ""
     assert fleet_events(quorum.counters) == {"committed": 1}
     until(lambda: told(straggler, 1))
@@ -67,7 +67,7 @@ def test_fewer_than_enough_undo_it_everywhere(quorum: Rig, phase: str) -> None:
     result = quorum.publisher.promote(1, pin=False)
     assert (result.draft_version, result.changes) == (0, False)
     assert quorum.served == [0] * 4 and ready(quorum) == {0}
-    assert quorum.promotions.now.live == 0 and quorum.promotions.now.intent is None
+    assert quorum.pointer.now.live == 0 and quorum.pointer.now.intent is None
     assert not any(told(server, 1) for server in quorum.servers)
 
 
@@ -78,7 +78,7 @@ def test_a_straggler_that_answers_late_is_on_the_release(
     rig = make_rig(4, quorum=0.75, straggler_s=LONG)
     late, go = rig.servers[3], threading.Event()
     late.faults.waits[phase] = go
-    rig.promotions.offer(1)
+    rig.pointer.offer(1)
     if phase == "Stage":
         wait_for_stragglers(rig, 0.0)
     rig.publisher.prepare()
@@ -117,7 +117,7 @@ def test_late_commits_leave_reported_result_unchanged(
         return live
 
     monkeypatch.setattr(commits_module, "commit_on", commit_on)
-    rig.promotions.offer(1)
+    rig.pointer.offer(1)
     rig.publisher.prepare()
     for late in (refuses, commits):
         late.faults.waits["Commit"] = go
@@ -138,7 +138,7 @@ def test_commit_after_next_publish_changes_nothing(
     rig = make_rig(4, quorum=0.75, straggler_s=LONG)
     late, go = rig.servers[3], threading.Event()
     late.faults.waits["Commit"] = go
-    rig.promotions.offer(1)
+    rig.pointer.offer(1)
     rig.publisher.prepare()
     wait_for_stragglers(rig, 0.0)
     rig.publisher.complete(0, "")
@@ -174,7 +174,7 @@ def test_a_straggler_that_dies_is_told_when_it_is_back(quorum: Rig, when: str) -
 
 def test_a_trainer_that_dies_between_commits_undoes_them(quorum: Rig) -> None:
     """Nothing on disk says that enough had committed."""
-    quorum.promotions.intends(1)
+    quorum.pointer.begin_commit(1)
     for server in quorum.servers[:3]:
         client = quorum.fleet.client(server.address)
         client.stage(quorum.publisher.payloads.get(1))
@@ -200,7 +200,7 @@ def test_a_policy_in_the_same_call_is_waited_for_everywhere(
     make_rig: Callable[..., Rig],
 ) -> None:
     rig = make_rig(4, quorum=0.75, straggler_s=LONG)
-    rig.promotions.offer(1)
+    rig.pointer.offer(1)
     rig.publisher.prepare()
     wait_for_stragglers(rig, 0.0)
     late, go = rig.servers[3], threading.Event()
@@ -230,7 +230,7 @@ def test_ready_servers_serve_one_release_whatever_happens(
                     drop={"drop": "keep", "forget": "forget"}.get(fault, ""),
                 )
         result = rig.publisher.promote(version, pin=False)
-        live = rig.promotions.now.live
+        live = rig.pointer.now.live
         assert result.changes == (live == version)
         # One round of the reconciler at most, in which a server may still refuse to be healed.
         for server in rig.servers:
