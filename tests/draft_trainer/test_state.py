@@ -20,6 +20,7 @@ from draft_trainer import state as state_module
 from draft_trainer.ingest.folder import SampleFolder
 from draft_trainer.releases.confidence import Batch
 from draft_trainer.releases.pointer import Good, Pointer, PointerStore, read_pointer
+from draft_trainer.releases.states import ReleaseState
 from draft_trainer.state import (
     GATE_RESULTS_KEPT,
     RECENT_SNAPSHOTS,
@@ -130,6 +131,38 @@ def test_promotion_of_missing_release_is_refused(state: State) -> None:
         with pytest.raises(RefusedError, match="found 7"):
             move()
         assert pointer.now == before
+
+
+def test_pointer_refuses_transition_outside_the_table(state: State) -> None:
+    pointer = PointerStore(state, lambda version: None)
+    pointer.begin_commit(1)
+    before = pointer.now
+    for move in (
+        lambda: pointer.found_too_little("nothing is on trial"),
+        lambda: pointer.passed(()),
+        lambda: pointer.begin_commit(2),
+        lambda: pointer.begin_trial(0),
+    ):
+        with pytest.raises((RuntimeError, ValueError)):
+            move()
+        assert pointer.now == before
+
+
+def test_pointer_passes_each_state_of_the_table(state: State) -> None:
+    """One release, from its promotion to a roll back."""
+    pointer, found = PointerStore(state, lambda version: None), list[ReleaseState]()
+    for move in (
+        lambda: pointer.offer(1),
+        lambda: pointer.begin_commit(1),
+        lambda: pointer.begin_trial(1),
+        lambda: pointer.found_too_little("idle"),
+        lambda: pointer.passed(FIGURES, 0.97),
+        lambda: pointer.roll_back(),
+    ):
+        found.append(pointer.now.state_of(1))
+        move()
+    assert found == [*ReleaseState] and pointer.now.state_of(1) is ReleaseState.RELEASED
+    assert (pointer.now.live, pointer.now.promoted, pointer.now.good_versions) == (0, 0, (0,))
 
 
 def test_roll_back_skips_removed_releases(state: State) -> None:
