@@ -55,6 +55,7 @@ class Ours:
     def __init__(self, draft: Path, folder: Path, servers: list[str]) -> None:
         self.registry = Registry(folder)
         self.registry.import_initial(draft)
+        pointer = open_pointer(self.registry)
         head = Eagle3().read(self.registry.path(0)).draft()
         generator = torch.Generator().manual_seed(0)
         with torch.no_grad():
@@ -71,7 +72,6 @@ class Ours:
                 commit_timeout_s=60.0,
             )
         )
-        pointer = open_pointer(self.registry)
         self._publisher = Publisher(self._fleet, self.registry, pointer, Counters())
         self._next = 1
 

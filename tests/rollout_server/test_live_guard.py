@@ -34,6 +34,7 @@ class Guarded:
     def __init__(self, server: Live, draft: Path, folder: Path) -> None:
         registry = Registry(folder)
         registry.import_initial(draft)
+        self.pointer = open_pointer(registry)
         head = Eagle3().read(registry.path(0)).draft()
         generator = torch.Generator().manual_seed(0)
         with torch.no_grad():
@@ -52,7 +53,6 @@ class Guarded:
                 reconcile_s=0.5,
             )
         )
-        self.pointer = open_pointer(registry)
         self.watch = AcceptanceWatch(self.fleet)
         trials = Trials(CanaryConfig(), lambda: 3, self.watch)
         self.counters = Counters()
