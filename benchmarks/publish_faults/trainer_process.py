@@ -111,10 +111,10 @@ def _wanted(publisher: Publisher) -> dict[str, Any]:
 
 
 def _sent(publisher: Publisher) -> dict[str, Any]:
-    sent = {
-        s: publisher.counters.staged_bytes.labels(s)._value.get() for s in ("trainer", "server")
+    return {
+        "bytes": publisher.counters.staged_bytes._value.get(),
+        "size": publisher.payloads.get(publisher.pointer.now.live).nbytes,
     }
-    return {**sent, "size": publisher.payloads.get(publisher.pointer.now.live).nbytes}
 
 
 def _pointer(publisher: Publisher) -> dict[str, Any]:

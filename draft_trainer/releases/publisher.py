@@ -1,7 +1,8 @@
 """Puts a release on the fleet in two phases: stage on every server, then commit on every server.
 
-Stage: every reachable server that serves another release verifies it while it generates. Where one
-fails, all forget it. A server that cannot be reached is left out; ``reconcile`` catches it up.
+Stage: every reachable server that serves another release verifies it while it generates. One that
+refuses it makes all forget it. One that is late or gone is left out: it is not ready until it has
+what is live, and ``reconcile`` catches it up.
 
 Commit: the intent is on disk first, then one call per server between two engine steps, with the
 policy's weights where there are some. A lost answer is settled by reading the server's state, never
@@ -26,22 +27,22 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 
 from draft_trainer.counters import Counters
-from draft_trainer.releases.client import POLICY_SECONDS
+from draft_trainer.releases.client import POLICY_SECONDS, Failure, RolloutClient
 from draft_trainer.releases.commits import (
     Payloads,
     PublishResult,
     ServerOutcome,
     commit_on_all,
-    expect_on,
     put_all_on,
+    stage_on,
 )
-from draft_trainer.releases.fleet import Fleet
+from draft_trainer.releases.fleet import STAGES_AT_ONCE, Fleet
 from draft_trainer.releases.pointer import PointerStore
 from draft_trainer.releases.registry import Registry
-from draft_trainer.releases.spread import spread_to
 from draft_trainer.releases.states import ReleaseEvent
 from draft_trainer.releases.trial import Trials
 from slipstream.errors import RefusedError, StatusCode
+from slipstream.v1 import rollout_server_pb2 as pb
 
 logger = logging.getLogger(__name__)
 
@@ -198,7 +199,8 @@ class Publisher:
     @contextmanager
     def _held(self, lock: threading.Lock, commits: int, until: float) -> Iterator[None]:
         c = self.fleet.config
-        longest = 3 * c.state_timeout_s + c.stage_timeout_s + commits * c.commit_timeout_s
+        stages = math.ceil(len(self.fleet.addresses) / STAGES_AT_ONCE) * c.stage_timeout_s
+        longest = 3 * c.state_timeout_s + stages + commits * c.commit_timeout_s
         # A policy with the draft, then, where that fails, the policy alone.
         longest = min(longest + 2 * POLICY_SECONDS, max(0.0, until - time.monotonic()))
         if not lock.acquire(timeout=longest):
@@ -225,7 +227,8 @@ class Publisher:
             return result if result.draft is None else self._commit(result, 0, "", pin)
 
     def _stage(self, version: int, pin: Pin = None) -> PublishResult:
-        """Stage on every reachable server that serves another release, or on none of them."""
+        """Stage on every reachable server that serves another release, but for those that are late
+        or gone; or on none of them."""
         self.fleet.refresh()
         states = self.fleet.states()
         outcomes = {address: ServerOutcome() for address in states}
@@ -241,11 +244,19 @@ class Publisher:
         # No other will be committed but by ``complete``: what is left would take this one's memory.
         self.fleet.abort_strays(states, (draft.stage_id,))
 
-        enough = max(1, self.fleet.quorum_of(len(reached)) - (len(reached) - len(behind)))
-        spread_to(self.fleet, draft, outcomes, behind, enough, self.counters)
-        failed = [address for address in behind if not outcomes[address].staged]
-        if len(behind) - len(failed) >= enough:
-            return PublishResult(version, outcomes, True, draft, enough)
+        def stage(client: RolloutClient) -> pb.StageResult | Failure:
+            return stage_on(client, draft, draft.stage_id, self.fleet, self.counters)
+
+        failed, refused = [], False
+        for address, answer in self.fleet.each(stage, behind).items():
+            if isinstance(answer, Failure):
+                outcomes[address].error = f"staging failed: {answer.text}"
+                failed.append(address)
+                refused = refused or not answer.unknown_fate
+            else:
+                outcomes[address].staged, outcomes[address].stage_seconds = True, answer.seconds
+        if not refused and len(failed) < len(behind):
+            return PublishResult(version, outcomes, True, draft)
         self.fleet.each(lambda client: client.abort([draft.stage_id]), behind)
         self._note("stage_failed", version, "; ".join(f"{a}: {outcomes[a].error}" for a in failed))
         for address in set(behind) - set(failed):
@@ -278,8 +289,7 @@ class Publisher:
         known = {} if staged is None else {address: staged.outcomes[address] for address in holders}
         addresses = dict.fromkeys((*self.fleet.addresses, *chosen))
         outcomes = {address: known.get(address, ServerOutcome()) for address in addresses}
-        enough = 0 if staged is None else staged.enough
-        commit_on_all(self.fleet, draft, chosen, policy_version, policy_stage_id, outcomes, enough)
+        commit_on_all(self.fleet, draft, chosen, policy_version, policy_stage_id, outcomes)
         without = staged.without if staged is not None else {}
         for address, outcome in outcomes.items():
             if outcome.committed:
@@ -292,10 +302,9 @@ class Publisher:
                 self.counters.published("policy_failed" if missed else "policy_only")
         else:
             failed = [address for address in chosen if not outcomes[address].draft_committed]
-            live = len(chosen) - len(failed) >= enough
-            why = "" if live else f"it failed on {', '.join(failed)}"
+            why = f"it failed on {', '.join(failed)}" if failed else ""
             try:
-                if live:
+                if not failed:
                     self._went_live(draft.version, pin)
             except RefusedError as error:
                 # The disk does not know that it is live, so it must not be.
@@ -307,7 +316,8 @@ class Publisher:
             else:
                 result.changes = True
                 result.draft_version = draft.version
-                expect_on(self.fleet, draft, [*failed, *without])
+                left, live = [draft.stage_id], draft.on_the_fleet
+                self.fleet.start(lambda client: client.abort(left, live), without)
         return result
 
     def _went_live(self, version: int, pin: Pin) -> None:

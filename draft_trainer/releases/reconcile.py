@@ -19,10 +19,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from draft_trainer.releases.client import Failure, RolloutClient
-from draft_trainer.releases.commits import put_on, stage_on
-from draft_trainer.releases.fleet import ASLEEP
+from draft_trainer.releases.commits import put_on, stage_version_on
+from draft_trainer.releases.fleet import ASLEEP, STAGES_AT_ONCE
 from draft_trainer.releases.publisher import Publisher
-from draft_trainer.releases.spread import FAN_OUT
 from draft_trainer.releases.watch import AcceptanceWatch
 from slipstream.errors import RefusedError
 from slipstream.v1 import rollout_server_pb2 as pb
@@ -32,10 +31,6 @@ logger = logging.getLogger(__name__)
 PACE_SECONDS, MOST_PACE_SECONDS = 0.05, 1.0
 """Least time between two looks at a trial, however many servers report; more where looks take long,
 up to the second."""
-
-MOST_AT_ONCE = 8
-"""Servers that are put right in one round, and ``FAN_OUT`` more for each that has its release: of a
-fleet that restarts as a whole, the first ones get it from the trainer, the others from them."""
 
 MOST_RECOMMITS = 2
 """Of one release on a server that serves nothing acceptable with it."""
@@ -165,15 +160,13 @@ class Reconciler:
         # A server that most others contradict is broken itself: it stays not ready.
         if 2 * len(blaming) > serving:
             self._give_up = (live, "; ".join(f"{a}, again: {t}" for a, t in blaming.items()))
-        self._expect(states)
+        self._tell_those_behind(states)
         now = time.monotonic()
-        reached = {a for a, state in states.items() if not isinstance(state, Failure)}
-        diverged = [address for address in self._diverged if address in reached]
-        most = MOST_AT_ONCE + FAN_OUT * (len(reached) - len(diverged))
-        late = [address for address in diverged if self._diverged[address].not_before <= now]
+        reached = [a for a in self._diverged if not isinstance(states[a], Failure)]
+        late = [address for address in reached if self._diverged[address].not_before <= now]
         # One that sleeps is put right when it wakes up: no try before that counts.
         left = given_up | {address for address in late if ASLEEP in self._diverged[address].text}
-        due = [address for address in late if address not in left][:most]
+        due = [address for address in late if address not in left][:STAGES_AT_ONCE]
         # A sync may have committed since they were looked at.
         stale = [address for address in due if self._diverged[address].reason != "not_ready"]
         for address, state in fleet.each(lambda client: client.state(), stale).items():
@@ -187,19 +180,20 @@ class Reconciler:
                 states[address] = answer
         self._count(states)
 
-    def _expect(self, states: Mapping[str, pb.ServerState | Failure]) -> None:
-        """With a quorum, servers on another release than wanted are not ready until they have it:
-        those that missed the publish, and were not reached when it ended."""
+    def _tell_those_behind(self, states: Mapping[str, pb.ServerState | Failure]) -> None:
+        """Servers on another release than the fleet are not ready until they have it: those that
+        missed the publish, and were not reached when it ended."""
         publisher = self._publisher
         version = publisher.pointer.now.live
-        if publisher.fleet.config.quorum == 1.0:
-            return
-        behind: dict[str, tuple[int, bytes]] = {}
-        for address, found in self._diverged.items():
-            sha256 = publisher.payloads.digest(version)
-            if sha256 and found.reason != "not_ready" and not isinstance(states[address], Failure):
-                behind[address] = version, sha256
-        publisher.fleet.each(lambda client: client.expect(*behind[client.address]), behind)
+        sha256 = publisher.payloads.digest(version)
+        behind = [
+            address
+            for address, found in self._diverged.items()
+            if found.reason != "not_ready" and not isinstance(states[address], Failure)
+        ]
+        if behind and sha256 is not None:
+            live = pb.FleetDraft(version=version, sha256=sha256)
+            publisher.fleet.each(lambda client: client.abort([], live), behind)
 
     def _count(self, states: Mapping[str, pb.ServerState | Failure]) -> None:
         """Count servers that are known, reachable, ready, and on the fleet's release."""
@@ -238,7 +232,7 @@ class Reconciler:
         # An id of its own, which is aborted where it fails: a sync may hold the usual one.
         self._stages += 1
         stage_id = f"draft-{wanted}-healed-{self._stages}"
-        staged = stage_on(client, wanted, payloads, stage_id, fleet, counters)
+        staged = stage_version_on(client, wanted, payloads, stage_id, fleet, counters)
         if isinstance(staged, Failure):
             return staged
         with publisher.committing():

@@ -246,7 +246,7 @@ def test_heal_commits_release_wanted_after_staging(
     rig.pointer.offer(2)
     rig.publisher.prepare()
     rig.servers[0].read_back("differs")
-    real = reconcile.stage_on
+    real = reconcile.stage_version_on
 
     def staged(*arguments: object) -> object:
         answer = real(*arguments)  # type: ignore[arg-type]
@@ -254,7 +254,7 @@ def test_heal_commits_release_wanted_after_staging(
             rig.publisher.complete(0, "")
         return answer
 
-    monkeypatch.setattr(reconcile, "stage_on", staged)
+    monkeypatch.setattr(reconcile, "stage_version_on", staged)
     rig.heal()
     assert rig.served == ([2, 2, 2] if what == "another release" else [1, 1, 1])
     left = [i for d in rig.servers for i in d.state.staged if "healed" in i]
