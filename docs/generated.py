@@ -10,9 +10,14 @@ def with_generated(page: Path, name: str, text: str) -> str:
 
     Raises ValueError: the page lacks one of the two marks.
     """
+    return replaced(page.read_text(encoding="utf-8"), name, text)
+
+
+def replaced(page: str, name: str, text: str) -> str:
+    """Return the text of a page with one generated part replaced. Raises as ``with_generated``."""
     begin, end = f"<!-- {name}: begin -->\n", f"<!-- {name}: end -->\n"
-    before, found, rest = page.read_text(encoding="utf-8").partition(begin)
+    before, found, rest = page.partition(begin)
     _, ended, after = rest.partition(end)
     if not found or not ended:
-        raise ValueError(f"{page}: no place between {begin.strip()} and {end.strip()}")
+        raise ValueError(f"no place between {begin.strip()} and {end.strip()}")
     return before + begin + text + end + after

@@ -1,6 +1,8 @@
-"""``python -m docs.make_architecture``: the list of files in docs/architecture.md.
+"""``python -m docs.make_architecture``: the list of files and the release states in
+docs/architecture.md.
 
-One line for each hand-written file of the four packages: the first sentence of its docstring.
+One line for each hand-written file of the four packages, the first sentence of its docstring; one
+for each transition of ``draft_trainer.releases.states``.
 """
 
 from __future__ import annotations
@@ -9,7 +11,8 @@ import ast
 import re
 from pathlib import Path
 
-from docs.generated import with_generated
+from docs.generated import replaced, with_generated
+from draft_trainer.releases.states import TRANSITIONS, ReleaseState
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = Path(__file__).resolve().parent / "architecture.md"
@@ -37,7 +40,18 @@ def page() -> str:
             folder = path.parent
             parts.append(f"\n**`{folder}/`**\n\n| file | what it does |\n|---|---|")
         parts.append(f"| `{path.name}` | {_summary(ROOT / path)} |")
-    return with_generated(PAGE, "make_architecture", "\n".join(parts).lstrip("\n") + "\n")
+    text = with_generated(PAGE, "release_states", _states())
+    return replaced(text, "make_architecture", "\n".join(parts).lstrip("\n") + "\n")
+
+
+def _states() -> str:
+    lines = ["| state | event | then |", "|---|---|---|"]
+    for state in ReleaseState:
+        for (before, event), after in TRANSITIONS.items():
+            if before is state:
+                then = " or ".join(one for one in ReleaseState if one in after)
+                lines.append(f"| {state} | {event} | {then} |")
+    return "\n".join(lines) + "\n"
 
 
 def _summary(path: Path) -> str:

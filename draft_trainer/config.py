@@ -300,9 +300,6 @@ class PublishConfig(Section):
         state_timeout_s, stage_timeout_s, commit_timeout_s: deadline of each call; a commit with a
             policy has ``releases.client.POLICY_SECONDS``.
         reconcile_s: between two checks of what the servers serve; 0 for none.
-        quorum: share of the reachable servers that must stage and commit a release for it to go
-            live; the others are not ready until they have it.
-        straggler_s: wait for these others once there are enough.
     """
 
     rollout_servers: Annotated[tuple[str, ...], Field(strict=False)] = ()
@@ -313,14 +310,6 @@ class PublishConfig(Section):
     stage_timeout_s: Seconds = 60.0
     commit_timeout_s: Seconds = 10.0
     reconcile_s: Annotated[float, Field(ge=0.0, le=3600.0, allow_inf_nan=False)] = 2.0
-    quorum: Annotated[float, Field(gt=0.5, le=1.0, allow_inf_nan=False)] = 1.0
-    straggler_s: Seconds = 5.0
-
-    @model_validator(mode="after")
-    def _stragglers_are_healed(self) -> PublishConfig:
-        if self.quorum < 1.0 and self.reconcile_s == 0.0:
-            raise ValueError("quorum below 1 needs reconcile_s above 0: it heals the stragglers")
-        return self
 
     @field_validator("rollout_servers")
     @classmethod
@@ -344,9 +333,9 @@ class PublishConfig(Section):
 
 
 class CanaryConfig(Section):
-    """[canary]: which servers get a release first, and what live acceptance must show."""
+    """[canary]: whether releases are on trial, and what their live acceptance must show."""
 
-    share: Annotated[float, Field(ge=0.0, le=1.0, allow_inf_nan=False)] = 1.0
+    enabled: bool = True
     min_drafts: Annotated[int, Field(ge=1)] = 300
     max_seconds: Seconds = 60.0
     alpha: Annotated[float, Field(gt=0.0, le=0.2, allow_inf_nan=False)] = 0.01

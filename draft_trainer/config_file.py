@@ -29,6 +29,12 @@ _PAIR = re.compile(r"\\u(?:d[89ab]..)\\u(?:d[c-f]..)")
 REMOVED = {
     "training.rank_timeout_s": "remove it: the trainer is one process; train a larger draft on a "
     "larger GPU",
+    "canary.share": "remove it: a release is tried on the whole fleet; without trials: "
+    "canary.enabled = false",
+    "publish.quorum": "remove it: a server that is late or gone is left out and caught up, and one "
+    "that refuses a release keeps it from all",
+    "publish.straggler_s": "remove it: publish.stage_timeout_s and publish.commit_timeout_s bound "
+    "the time of one server",
 }
 """Keys that earlier editions had, and what to do instead."""
 

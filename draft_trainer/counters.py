@@ -152,9 +152,9 @@ class Counters:
         )
         self.roll_backs = self._counter(
             "roll_backs",
-            "Releases rolled back: `commit_failed`, a server did not commit it, the others could "
-            "not stage it, or it could not be recorded; `trial`, live acceptance was worse, or "
-            "its servers failed; `by_hand`; `interrupted`, the trainer ended between commits.",
+            "Releases rolled back: `commit_failed`, a server did not commit it, or it could not be "
+            "recorded; `trial`, live acceptance was worse; `by_hand`; `interrupted`, the trainer "
+            "ended between commits.",
             "reason",
             ("commit_failed", "trial", "by_hand", "interrupted"),
         )
@@ -180,17 +180,7 @@ class Counters:
         )
         self.staged_bytes = self._counter(
             "staged_bytes",
-            "Bytes of releases that went to rollout servers, by who sent them: the trainer, or "
-            "another server that holds the release.",
-            "source",
-            ("trainer", "server"),
-        )
-        self.sources_dropped = self._counter(
-            "sources_dropped",
-            "Servers dropped as a source of a release for others: `altered`, bytes had another "
-            "hash; `failed`, it did not answer or lacked the release.",
-            "reason",
-            ("altered", "failed"),
+            "Bytes of releases that were sent to rollout servers which hold them since.",
         )
         self.stage_seconds = self._histogram(
             "stage_seconds", "Seconds to stage on one server.", SECONDS_BUCKETS

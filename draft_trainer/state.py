@@ -32,7 +32,7 @@ from slipstream.v1 import console_pb2, draft_trainer_pb2, release_pb2
 logger = logging.getLogger(__name__)
 
 STATE_FILE, LOCK_FILE = "state.db", "state.lock"
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 LOCK_SECONDS = 5.0
 """The time that a transaction waits for another process's."""
 
@@ -54,8 +54,8 @@ KINDS = (
 
 _LOG = "number INTEGER PRIMARY KEY AUTOINCREMENT, message BLOB NOT NULL"
 _SCHEMA = (
-    """CREATE TABLE promotion (
-        id INTEGER PRIMARY KEY CHECK (id = 0), document TEXT NOT NULL)""",
+    """CREATE TABLE pointer (
+        id INTEGER PRIMARY KEY CHECK (id = 0), document TEXT NOT NULL, checksum TEXT NOT NULL)""",
     f"CREATE TABLE gate_results ({_LOG})",
     f"CREATE TABLE events ({_LOG})",
     f"CREATE TABLE history ({_LOG})",

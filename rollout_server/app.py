@@ -27,7 +27,6 @@ from rollout_server.control import DRAFT, POLICY, Committed, RolloutControl, Wei
 from rollout_server.draft_length import LengthChooser, LengthControl, calibrate
 from rollout_server.engine import Description, VllmEngine
 from rollout_server.metrics import CommitCounts, Observed, RolloutCollector
-from rollout_server.peers import Peers
 from rollout_server.plugins import API, Settings, is_active
 from rollout_server.policy_spans import PolicyVersions
 from rollout_server.served import SERVED, Served
@@ -45,7 +44,6 @@ from slipstream.checkpoints import (
 )
 from slipstream.client import join_address
 from slipstream.errors import RefusedError
-from slipstream.security import NONE
 from slipstream.tensors import spec_of
 from slipstream.v1 import rollout_server_pb2 as pb
 
@@ -129,7 +127,7 @@ async def _start(settings: Settings, engine: VllmEngine, state: Any, args: Any) 
         RolloutCollector(
             Observed(
                 *(API.tracker, control, store, commits, costs, settings.access.refusals),
-                *(settings.draft_length, service.peers, chooser),
+                *(settings.draft_length, chooser),
             ),
             vllm_version,
         )
@@ -250,13 +248,10 @@ async def control_plane(
         draft = _stage_first_draft(settings.draft_dir, store, DRAFT in description.tied, policys)
     tracker.start(draft.version or 0)
     policy = Weights(POLICY, None, WeightSource(directory=str(settings.model_dir)))
-    peers = Peers(settings.peers or NONE)
     constants = pb.ServerState(
         num_speculative_tokens=settings.draft_length,
         draft_sample_method=settings.draft_sample_method,
         draft_kind=served.name,
-        # Without credentials of its own it would be refused by servers that ask for some.
-        fetches=settings.peers is not None or settings.access.open,
     )
     control = RolloutControl(engine, store, tracker, committed, draft, policy, constants)
     config = read_config(settings.model_dir, "MODEL")
@@ -267,7 +262,7 @@ async def control_plane(
             quantized=quantization(config, policy_layout),
         ),
     }
-    return control, RolloutService(control, expected, served, peers)
+    return control, RolloutService(control, expected, served)
 
 
 def _stage_first_draft(

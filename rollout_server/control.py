@@ -116,6 +116,7 @@ class RolloutControl:
         self.untrusted = asyncio.Event()
         self._against: dict[str, str] = {}
         self._trainer, self._claimed_at = "", -math.inf
+        self._left_out_by = ""
         store.retain(draft.keys)
 
     @property
@@ -126,7 +127,9 @@ class RolloutControl:
         its logits are NaN (docs/mechanisms.md). Balancers and operators see it, and the trainer
         replaces the draft.
         """
-        return "; ".join(self._against[source] for source in sorted(self._against))
+        told = self._left_out_by == self.trainer  # Nobody catches it up once that one is silent.
+        sources = (source for source in sorted(self._against) if told or source != RELEASE)
+        return "; ".join(self._against[source] for source in sources)
 
     @property
     def speculation_wanted(self) -> bool:
@@ -170,12 +173,14 @@ class RolloutControl:
         """The trainer that this server belongs to; empty: none was heard for ``CLAIM_SECONDS``."""
         return self._trainer if time.monotonic() - self._claimed_at < CLAIM_SECONDS else ""
 
-    def expect(self, version: int, sha256: bytes) -> None:
-        """Not ready while another draft than this one is served; a change of the draft ends it."""
-        live = self.live[DRAFT].version
-        served = (live, self._draft_sha256()) == (version, sha256)
+    def left_out(self, fleet_draft: pb.FleetDraft, trainer: str = "") -> None:
+        """Not ready while another draft than the fleet's is served, as long as that trainer is
+        heard; a change of the draft ends it."""
+        live, version = self.live[DRAFT].version, fleet_draft.version
+        served = (live, self._draft_sha256()) == (version, fleet_draft.sha256)
         text = f"serves {'another ' if live == version else ''}draft {live}, the fleet {version}"
         self.report(RELEASE, "" if served else text)
+        self._left_out_by = trainer
 
     def _draft_sha256(self) -> bytes:
         tensors = self.live[DRAFT].source.tensors
@@ -219,20 +224,6 @@ class RolloutControl:
             expected = f"at most {MAX_STAGED}"
             raise RefusedError("stage_id", found, expected, "commit or abort them", code)
         return False
-
-    def draft_content(self, sha256: bytes) -> Key:
-        """A tensor of a draft that is held here, to be read by another server.
-
-        Raises RefusedError: there is none (NOT_FOUND).
-        """
-        drafts = [self.live[DRAFT], *self.staged.values()]
-        drafts += [self.previous_draft] if self.previous_draft is not None else []
-        for weights in drafts:
-            for key in weights.keys if weights.kind == DRAFT else ():
-                if key.sha256 == sha256.hex() and key in self.store:
-                    return key
-        expected, code = "a tensor of a draft that is held", StatusCode.NOT_FOUND
-        raise RefusedError("sha256", sha256.hex()[:64], expected, "ask another server", code)
 
     def add_stage(self, weights: Weights) -> None:
         """A verified stage, ready to commit; its content is in the store."""

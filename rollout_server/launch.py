@@ -32,7 +32,7 @@ from rollout_server.preflight import (
 from rollout_server.served import SERVED, WithoutWeights, served_by
 from slipstream.errors import RefusedError
 from slipstream.hub import local_folder
-from slipstream.security import Access, ClientCredentials, Role, open_access
+from slipstream.security import Access, Role, open_access
 
 PLUGIN = "slipstream"
 DRAFT_FIELDS = (
@@ -51,6 +51,12 @@ _MULTI_HOST = (
 )
 """Options ``--data-parallel-...`` of vLLM for ranks on several hosts."""
 
+REMOVED = dict.fromkeys(
+    ("--peer-token-file", "--peer-ca", "--peer-certificate", "--peer-key"),
+    "leave it out: the trainer sends releases to every server",
+)
+"""Options that earlier editions had, and what to do instead."""
+
 _CHILD_SECONDS = 10.0
 _OTHER_GROUPS = (
     "vllm.general_plugins",
@@ -65,6 +71,7 @@ def serve(arguments: Sequence[str]) -> int:
 
     Raises RefusedError: an option, a path, a checkpoint or a port cannot be used.
     """
+    refuse_removed(arguments)
     check_paths()
     check_metrics()
     choose_plugins()
@@ -81,6 +88,13 @@ def serve(arguments: Sequence[str]) -> int:
     vllm_versions.load("validate_parsed_serve_args")(args)
     uvloop.run(_serve(args))
     return 0
+
+
+def refuse_removed(arguments: Sequence[str]) -> None:
+    """Raise RefusedError for an option of an earlier edition, which vLLM's parser does not know."""
+    for option in (argument.partition("=")[0] for argument in arguments):
+        if option in REMOVED:
+            raise RefusedError(option, "an option that was removed", "none", REMOVED[option])
 
 
 def choose_plugins() -> None:
@@ -194,13 +208,6 @@ def build_parser() -> Any:
         f"{vllm_versions.KNOWN[-1]}, if it has every name that is needed.",
     )
     add_access_options(group)
-    for option, what in (
-        ("--peer-token-file", "File whose first token is sent to other servers' control planes."),
-        ("--peer-ca", "PEM of the CA that signed their certificates; turns TLS to them on."),
-        ("--peer-certificate", "PEM of this server's certificate as their client."),
-        ("--peer-key", "PEM of its private key."),
-    ):
-        group.add_argument(option, type=Path, metavar="FILE", help=what)
     return vllm_versions.load("make_arg_parser")(parser)
 
 
@@ -267,17 +274,7 @@ def settings_of(args: argparse.Namespace) -> Settings:
             schedule = launch_schedule(lengths)
             args.speculative_config["num_speculative_tokens_per_batch_size"] = schedule
     given = {f.name: getattr(args, f.name) for f in fields(Settings) if f.name in args}
-    return Settings(Path(args.model), access=access, peers=_peers(args), **given)
-
-
-def _peers(args: argparse.Namespace) -> ClientCredentials | None:
-    """What other servers are shown. Raises RefusedError: a file cannot be used."""
-    files = (args.peer_ca, args.peer_certificate, args.peer_key, args.peer_token_file)
-    if not any(files):
-        return None
-    credentials = ClientCredentials(*files, allow_plaintext=args.control_allow_plaintext)
-    credentials.check("--peer-")
-    return credentials
+    return Settings(Path(args.model), access=access, **given)
 
 
 def draft_fields(given: Any) -> dict[str, Any]:

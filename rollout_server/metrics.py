@@ -16,7 +16,6 @@ from prometheus_client.core import Metric
 from rollout_server.acceptance import AcceptanceTracker
 from rollout_server.control import DRAFT, POLICY, RolloutControl
 from rollout_server.draft_length import LengthChooser, sizes_to_measure
-from rollout_server.peers import FAILURES, Peers
 from rollout_server.reload import Result
 from rollout_server.step_costs import StepCosts
 from rollout_server.store import ContentStore
@@ -89,7 +88,6 @@ class Observed:
     costs: StepCosts
     refusals: Refusals
     draft_length: int
-    peers: Peers
     lengths: LengthChooser | None = None
 
 
@@ -261,23 +259,6 @@ FACTS: tuple[Fact[Observed], ...] = (
         "staged_capacity_bytes",
         "Bound of `staged_bytes` (`--stage-bytes`).",
         lambda o: o.store.capacity,
-    ),
-    _counter(
-        "fetched_bytes",
-        "Bytes of drafts that other servers sent to this one.",
-        lambda o: o.peers.fetched_bytes,
-    ),
-    _counter(
-        "served_bytes",
-        "Bytes of drafts that this server sent to others.",
-        lambda o: o.peers.served_bytes,
-    ),
-    _counter(
-        "sources_given_up",
-        "Servers dropped as a source of a draft: `altered`, bytes had another hash; `failed`, it "
-        "did not answer or lacked the draft.",
-        lambda o: dict(o.peers.failures),
-        {"reason": FAILURES},
     ),
     Fact("stages", "Stages that are held and not live.", lambda o: len(o.control.staged)),
     Fact("ready", "1 while requests may be sent there.", lambda o: not o.control.not_ready),

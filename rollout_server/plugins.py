@@ -21,7 +21,7 @@ from rollout_server.acceptance import AcceptanceTracker
 if TYPE_CHECKING:
     from rollout_server.service import ControlServer
     from rollout_server.step_costs import CostWatch
-    from slipstream.security import Access, ClientCredentials
+    from slipstream.security import Access
 
 MARK = "SLIPSTREAM_ROLLOUT_SERVER"
 
@@ -42,7 +42,6 @@ class Settings:
     stage_bytes: int = 4 << 30
     guard_drafts: int = 512
     time_plain_steps: bool = False
-    peers: ClientCredentials | None = None
 
 
 @dataclass

@@ -25,7 +25,6 @@ from rollout_server.acceptance import AcceptanceGuard
 from rollout_server.checkpoint import Expected
 from rollout_server.control import ACCEPTANCE, DRAFT, POLICY, RolloutControl, Weights
 from rollout_server.engine import Description
-from rollout_server.peers import MAX_SERVED, MAX_SOURCES, Peers
 from rollout_server.reload import Result
 from rollout_server.served import Served
 from rollout_server.store import WeightSource
@@ -58,13 +57,8 @@ CHUNK_SECONDS = 60.0
 its bytes take at ``BYTES_PER_SECOND``: it reserves capacity of the store at its start, and a byte a
 minute would hold it for ever."""
 
-FETCH_SECONDS = 300.0
-"""Longest that one tensor is read by another server: there are ``MAX_SERVED`` places."""
-
 LIMITS: Mapping[str, Limit] = {
     f"/{SERVICE}/Stage": Limit(32, CHUNK_MESSAGE_BYTES),
-    f"/{SERVICE}/Pull": Limit(32, CHUNK_MESSAGE_BYTES),
-    f"/{SERVICE}/Fetch": Limit(MAX_SERVED, call_seconds=FETCH_SECONDS),
     f"/{SERVICE}/Commit": Limit(8),
     f"/{SERVICE}/RollBack": Limit(8),
     f"/{SERVICE}/SetSpeculation": Limit(8),
@@ -155,12 +149,10 @@ class RolloutService(pb_grpc.RolloutServerServicer):
         control: RolloutControl,
         expected: Mapping[str, Expected],
         served: Served,
-        peers: Peers,
     ) -> None:
         self._control = control
         self._served = served
         self._expected = expected
-        self.peers = peers
         self.workers = Workers(_WORKERS, "stage")
         self._not_prepared = ""
 
@@ -179,8 +171,7 @@ class RolloutService(pb_grpc.RolloutServerServicer):
             return
         weights, upload = await self._begin(header, kind)
         with upload.opened():
-            yield pb.StageResponse(needed=await self._fetched(header, upload))
-            # After the sources: what they took is not the client's.
+            yield pb.StageResponse(needed=pb.StageNeeded(names=list(upload.missing)))
             end = time.perf_counter() + CHUNK_SECONDS + upload.needed_bytes / BYTES_PER_SECOND
             while upload.missing:
                 request = await _next(request_iterator, end - time.perf_counter())
@@ -195,21 +186,6 @@ class RolloutService(pb_grpc.RolloutServerServicer):
             self._control.add_stage(weights)
         yield pb.StageResponse(staged=await self._prepared(weights, upload, start))
 
-    async def Pull(self, request: pb.StageHeader, context: Any) -> pb.PullResponse:
-        start = time.perf_counter()
-        if request.kind != pb.STAGE_KIND_DRAFT:
-            raise RefusedError("kind", request.kind, "a draft", "stage a policy")
-        kind = kind_of(request)
-        self._control.check_claim(_trainer(context), claims=True)
-        weights, upload = await self._begin(request, kind)
-        with upload.opened():
-            needed = await self._fetched(request, upload)
-            if upload.missing:
-                return pb.PullResponse(needed=needed)
-            self._control.add_stage(weights)
-        staged = await self._prepared(weights, upload, start)
-        return pb.PullResponse(needed=needed, staged=staged)
-
     async def _begin(self, header: pb.StageHeader, kind: str) -> tuple[Weights, Upload]:
         """Check what is to be staged before anything of it is sent."""
         against = None
@@ -218,23 +194,12 @@ class RolloutService(pb_grpc.RolloutServerServicer):
         store = self._control.store
         tensors = self._expected[kind].check(header.tensors)
         weights = Weights.of(kind, header.version, tensors, store, header.stage_id, against)
-        if len(header.sources) > MAX_SOURCES:
-            found, expected = f"{len(header.sources)}", f"at most {MAX_SOURCES}"
-            raise RefusedError("sources", found, expected, "name fewer servers")
         if kind == POLICY:
             # Before its capacity is reserved, and what is refused above aborts nothing.
             await self._control.abort_other_policies(header.stage_id)
         if not self._control.already_staged(weights):
             refuse_shared(await self._control.engine.describe(), self._served)
         return weights, Upload(tensors, weights, store, self.workers)
-
-    async def _fetched(self, header: pb.StageHeader, upload: Upload) -> pb.StageNeeded:
-        given_up = await self.peers.fetch(upload, header.sources)
-        return pb.StageNeeded(
-            names=list(upload.missing),
-            altered_sources=given_up["altered"],
-            failed_sources=given_up["failed"],
-        )
 
     async def _prepared(self, weights: Weights, upload: Upload, start: float) -> pb.StageResult:
         not_prepared = await self._control.prepare(weights)
@@ -252,14 +217,7 @@ class RolloutService(pb_grpc.RolloutServerServicer):
             bytes_received=upload.bytes_received,
             seconds=seconds,
             not_prepared=not_prepared,
-            bytes_from_sources=upload.bytes_fetched,
         )
-
-    async def Fetch(
-        self, request: pb.FetchRequest, context: Any
-    ) -> AsyncIterator[pb.FetchResponse]:
-        async for response in self.peers.serve(self._control, request, self.workers):
-            yield response
 
     async def _stage_transfer(self, header: pb.StageHeader) -> None:
         """Hold a policy that vLLM's weight-transfer engine will receive inside the commit."""
@@ -293,14 +251,13 @@ class RolloutService(pb_grpc.RolloutServerServicer):
         return await self._committed(self._control.set_speculation(request.enabled))
 
     async def Abort(self, request: pb.AbortRequest, context: Any) -> pb.AbortResponse:
-        self._control.check_claim(_trainer(context))
-        await self._control.abort(list(request.stage_ids))
+        trainer, told = _trainer(context), request.HasField("fleet_draft")
+        self._control.check_claim(trainer, claims=told)
+        if told:
+            self._control.left_out(request.fleet_draft, trainer)
+        if request.stage_ids:
+            await self._control.abort(list(request.stage_ids))
         return pb.AbortResponse()
-
-    async def Expect(self, request: pb.ExpectRequest, context: Any) -> pb.ServerState:
-        self._control.check_claim(_trainer(context))
-        self._control.expect(request.draft_version, request.draft_sha256)
-        return self._control.state()
 
     async def GetState(self, request: pb.GetStateRequest, context: Any) -> pb.ServerState:
         self._control.heard(_trainer(context))

@@ -14,7 +14,7 @@ from slipstream.tensors import ChunkAssembler
 from slipstream.v1 import tensor_pb2
 
 BYTES_PER_SECOND = 8 << 20
-"""Least rate at which a stage's bytes come, from its client or from a source."""
+"""Least rate at which a stage's bytes come."""
 
 
 class Upload:
@@ -28,7 +28,6 @@ class Upload:
         missing: tensors that have not arrived yet, by name.
         needed_bytes: of those that the store lacked at first.
         bytes_received: that the client sent.
-        bytes_fetched: that sources sent.
     """
 
     def __init__(
@@ -53,7 +52,6 @@ class Upload:
         self._arrived: list[Key] = []
         self._reservation = Reservation(0)
         self.bytes_received = 0
-        self.bytes_fetched = 0
 
     @contextlib.contextmanager
     def opened(self) -> Iterator[None]:
@@ -82,31 +80,15 @@ class Upload:
                 "send what is needed, once",
             )
         self.bytes_received += len(chunk.data)
-        await self._take(chunk)
-
-    def begun(self, name: str) -> int:
-        """Bytes of a missing tensor that have arrived."""
-        return self._arriving[name].bytes_received if name in self._arriving else 0
-
-    def forget(self, name: str) -> None:
-        """Have a missing tensor sent from its first byte again."""
-        self._arriving.pop(name, None)
-
-    async def fetched(self, name: str, data: bytes) -> None:
-        """Take a source's next bytes. Raises RefusedError as ``feed``."""
-        self.bytes_fetched += len(data)
-        chunk = tensor_pb2.TensorChunk(name=name, offset=self.begun(name), data=data)
-        await self._take(chunk)
-
-    async def finish(self, names: Sequence[str] = ()) -> None:
-        """Nothing more comes, of ``names`` or of all. Raises RefusedError if a tensor is short."""
-        for name in list(names or self.missing):
-            await self._store_one(self.missing[name])
-
-    async def _take(self, chunk: tensor_pb2.TensorChunk) -> None:
         spec, size = self.missing[chunk.name], self._keys[chunk.name].size
-        self._assembler(spec).feed(chunk)
-        if self.begun(chunk.name) == size:
+        assembler = self._assembler(spec)
+        assembler.feed(chunk)
+        if assembler.bytes_received == size:
+            await self._store_one(spec)
+
+    async def finish(self) -> None:
+        """Nothing more comes. Raises RefusedError if a tensor is short."""
+        for spec in list(self.missing.values()):
             await self._store_one(spec)
 
     def _assembler(self, spec: tensor_pb2.TensorSpec) -> ChunkAssembler:

@@ -97,7 +97,7 @@ class Story:
         began = time.monotonic()
         rig.trainer(
             (A,),
-            canary={"share": 0.0},
+            canary={"enabled": False},
             publish={"reconcile_s": 0.0},
             training={"learning_rate": 1e30, "warmup_steps": 0},
         )

@@ -14,7 +14,7 @@ from draft_trainer.counters import Counters
 from draft_trainer.drafters.eagle3.checkpoint import Eagle3
 from draft_trainer.releases.fleet import Fleet
 from draft_trainer.releases.publisher import Publisher
-from draft_trainer.releases.registry import Registry, open_promotions
+from draft_trainer.releases.registry import Registry, open_pointer
 from slipstream.checkpoints import WEIGHTS_FILE
 from slipstream.v1 import release_pb2
 
@@ -55,6 +55,7 @@ class Ours:
     def __init__(self, draft: Path, folder: Path, servers: list[str]) -> None:
         self.registry = Registry(folder)
         self.registry.import_initial(draft)
+        pointer = open_pointer(self.registry)
         head = Eagle3().read(self.registry.path(0)).draft()
         generator = torch.Generator().manual_seed(0)
         with torch.no_grad():
@@ -71,8 +72,7 @@ class Ours:
                 commit_timeout_s=60.0,
             )
         )
-        promotions = open_promotions(self.registry)
-        self._publisher = Publisher(self._fleet, self.registry, promotions, Counters())
+        self._publisher = Publisher(self._fleet, self.registry, pointer, Counters())
         self._next = 1
 
     @property

@@ -173,7 +173,7 @@ def _cut(rig: Rig, version: int, turn: int) -> None:
 
 FAULTS = (
     Fault("server killed before the stage", _server_before, True),
-    Fault("server killed during the stage", _server("die-staging"), False),
+    Fault("server killed during the stage", _server("die-staging"), True),
     Fault("server killed before its commit", _server("die-before"), False),
     Fault("server killed after its commit", _server("die-after"), False),
     Fault("server killed after the publish", _server_after, True),

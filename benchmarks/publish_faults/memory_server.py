@@ -144,6 +144,7 @@ class Faults:
 
     Attributes:
         stage: refuse to stage; a text: with it.
+        gone: end calls that stage as if the connection had gone.
         commit: refuse commits that name one of these stage ids.
         lose_answer: commit, then fail the call as if the connection had gone.
         drop: the same without the commit: "keep" the stages, or "forget" them as a restart does.
@@ -154,6 +155,7 @@ class Faults:
     """
 
     stage: bool | str = False
+    gone: bool = False
     commit: set[str] = field(default_factory=set)
     lose_answer: bool = False
     drop: str = ""
@@ -171,6 +173,7 @@ class MemoryServer:
         faults: what goes wrong.
         calls: method and stage ids, sorted, of every call that changes something.
         bytes_received: of stages.
+        told: versions of drafts that the fleet serves without it, as it was told.
         watched: set once somebody was told the counters: what is drafted then is growth to them.
         control: the product's state, also of a server that was stopped.
         engine, store, tracker: what it works on.
@@ -182,7 +185,6 @@ class MemoryServer:
         *,
         policy: Path | None = None,
         access: Access | None = None,
-        fetches: bool = False,
         **settings: Any,
     ) -> None:
         """Listen at once.
@@ -191,14 +193,13 @@ class MemoryServer:
             draft: the draft that it starts with; None: it drafts without weights.
             policy: the checkpoint that it serves; None: the draft is its layout, too.
             access: who may use it; None: everybody.
-            fetches: whether it says that it takes drafts from other servers.
             settings: further ones of the launcher (``Settings``).
         """
         self.faults = Faults()
         self.calls: list[tuple[str, tuple[str, ...]]] = []
         self.bytes_received = 0
+        self.told: list[int] = []
         self.watched = threading.Event()
-        self.fetches = fetches
         access = access or Access(None, TokenFiles({}, ""), {})
         model = policy or draft or DRAFT_DIR
         self._settings = Settings(model, draft, access, **settings)
@@ -343,7 +344,12 @@ class _Faulty:
         self, requests: AsyncIterator[pb.StageRequest], context: Any
     ) -> AsyncIterator[pb.StageResponse]:
         first = await anext(requests, None)
-        await self._stages("" if first is None else first.header.stage_id)
+        await self._arrives("Stage", ["" if first is None else first.header.stage_id])
+        if self._server.faults.gone:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "connection reset")
+        if refused := self._server.faults.stage:
+            found = "a wrong shape" if refused is True else refused
+            raise RefusedError(found, found, found, found)
 
         async def whole() -> AsyncIterator[pb.StageRequest]:
             if first is not None:
@@ -355,17 +361,6 @@ class _Faulty:
             async for answer in answers:
                 self._server.bytes_received += answer.staged.bytes_received
                 yield answer
-
-    async def Pull(self, request: pb.StageHeader, context: Any) -> pb.PullResponse:
-        await self._stages(request.stage_id)
-        return await self._service.Pull(request, context)
-
-    async def _stages(self, stage_id: str) -> None:
-        await self._arrives("Stage", [stage_id])
-        refused = self._server.faults.stage
-        if refused:
-            found = "a wrong shape" if refused is True else refused
-            raise RefusedError(found, found, found, found)
 
     async def Commit(self, request: pb.CommitRequest, context: Any) -> pb.CommitResponse:
         await self._arrives("Commit", request.stage_ids)
@@ -393,16 +388,14 @@ class _Faulty:
         return await self._service.RollBack(request, context)
 
     async def Abort(self, request: pb.AbortRequest, context: Any) -> pb.AbortResponse:
-        await self._arrives("Abort", request.stage_ids)
+        if request.stage_ids:
+            await self._arrives("Abort", request.stage_ids)
+        if request.HasField("fleet_draft"):
+            self._server.told.append(request.fleet_draft.version)
         return await self._service.Abort(request, context)
-
-    async def Expect(self, request: pb.ExpectRequest, context: Any) -> pb.ServerState:
-        await self._arrives("Expect", [str(request.draft_version)])
-        return await self._service.Expect(request, context)
 
     async def GetState(self, request: pb.GetStateRequest, context: Any) -> pb.ServerState:
         state = await self._service.GetState(request, context)
-        state.fetches &= self._server.fetches
         self._server.faults.lies(state)
         return state
 

@@ -17,7 +17,7 @@ import torch
 from benchmarks.publish_faults import server_process, trainer_process
 from draft_trainer.config import CanaryConfig
 from draft_trainer.drafters.eagle3.checkpoint import Eagle3
-from draft_trainer.releases.registry import Registry
+from draft_trainer.releases.registry import Registry, open_pointer
 from examples.arithmetic_grpo.processes import free_port
 from slipstream.client import open_channel
 from slipstream.tensors import digest_of_specs
@@ -206,6 +206,7 @@ def write_releases(root: Path, count: int) -> Registry:
     """A registry of the example's draft and others that are a little off it."""
     registry = Registry(root)
     registry.import_initial(DRAFT)
+    open_pointer(registry)
     head = Eagle3().read(registry.path(0)).draft()
     generator = torch.Generator().manual_seed(0)
     for version in range(1, count):
@@ -219,4 +220,5 @@ def write_releases(root: Path, count: int) -> Registry:
                 parent_version=version - 1, trained_against_policy_version=version
             ),
         )
+    registry.close()
     return registry

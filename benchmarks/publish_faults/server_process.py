@@ -100,7 +100,8 @@ class _Store(ContentStore):
         if word == "die-staging":
             _die()
         if word == "disk-full":
-            raise OSError(28, "No space left on device")
+            code = grpc.StatusCode.RESOURCE_EXHAUSTED
+            raise RefusedError("tensors", "No space left on device", "space", "make some", code)
         super().write(key, tensor)
 
 

@@ -24,14 +24,15 @@ import slipstream.client
 from draft_trainer.config import CanaryConfig, PublishConfig
 from draft_trainer.counters import Counters
 from draft_trainer.releases import commits
-from draft_trainer.releases.canary import AcceptanceWatch, Canary
 from draft_trainer.releases.client import DraftPayload, RolloutClient
 from draft_trainer.releases.commits import Payloads
 from draft_trainer.releases.fleet import Fleet
-from draft_trainer.releases.promotions import Promotions
+from draft_trainer.releases.pointer import PointerStore
 from draft_trainer.releases.publisher import Publisher
 from draft_trainer.releases.reconcile import Reconciler
-from draft_trainer.releases.registry import Registry, open_promotions
+from draft_trainer.releases.registry import Registry, open_pointer
+from draft_trainer.releases.trial import Trials
+from draft_trainer.releases.watch import AcceptanceWatch
 from slipstream.errors import RefusedError
 from slipstream.tensors import spec_of
 from slipstream.v1 import tensor_pb2
@@ -50,7 +51,7 @@ def run(
     registry = Registry(Path(root))
     try:
         registry.hold()
-        promotions = open_promotions(registry)
+        pointer = open_pointer(registry)
     except RefusedError as error:
         pipe.send({"refused": str(error)})
         return
@@ -65,11 +66,11 @@ def run(
         )
     )
     watch = AcceptanceWatch(fleet)
-    canary = Canary(canary_config, lambda: 3, watch) if canary_config.share else None
-    publisher = Publisher(fleet, registry, promotions, Counters(), canary)
+    trials = Trials(canary_config, lambda: 3, watch) if canary_config.enabled else None
+    publisher = Publisher(fleet, registry, pointer, Counters(), trials)
     reconciler = Reconciler(publisher, watch)
     reconciler.start()
-    pipe.send({"ready": promotions.now.live})
+    pipe.send({"ready": pointer.now.live})
     try:
         while True:
             name, *arguments = pipe.recv()
@@ -106,24 +107,24 @@ def _promote_both(publisher: Publisher, first: int, second: int) -> dict[str, An
 
 
 def _wanted(publisher: Publisher) -> dict[str, Any]:
-    return {"wanted": publisher.promotions.now.live}
+    return {"wanted": publisher.pointer.now.live}
 
 
 def _sent(publisher: Publisher) -> dict[str, Any]:
-    sent = {
-        s: publisher.counters.staged_bytes.labels(s)._value.get() for s in ("trainer", "server")
+    return {
+        "bytes": publisher.counters.staged_bytes._value.get(),
+        "size": publisher.payloads.get(publisher.pointer.now.live).nbytes,
     }
-    return {**sent, "size": publisher.payloads.get(publisher.promotions.now.live).nbytes}
 
 
 def _pointer(publisher: Publisher) -> dict[str, Any]:
-    now = publisher.promotions.now
+    now = publisher.pointer.now
     return {
         "live": now.live,
-        "good": now.good,
+        "good": now.good_versions,
         "figures": len(now.figures),
-        "trial": None if now.trial is None else now.trial.version,
-        "undecided": "" if now.trial is None else now.trial.undecided,
+        "trial": now.live if now.on_trial else None,
+        "undecided": now.undecided,
     }
 
 
@@ -298,9 +299,9 @@ _ARMS: dict[str, Callable[..., None]] = {
     "strike": _strike,
     "die-before-stage": lambda: _patched(RolloutClient, "stage", None, before=True),
     "die-during-stage": lambda: _patched(RolloutClient, "stage", _die),
-    "die-before-commit": lambda: _patched(Promotions, "intends", _die),
+    "die-before-commit": lambda: _patched(PointerStore, "begin_commit", _die),
     "die-between-commits": lambda: _patched(commits, "commit_on", _die),
-    "die-after-commits": lambda: _patched(Promotions, "on_trial", None, before=True),
+    "die-after-commits": lambda: _patched(PointerStore, "begin_trial", None, before=True),
     "flip": _flip,
     "nan": _bad(_nan),
     "shape": _bad(_shape),

@@ -30,7 +30,7 @@ class VllmRig(Rig):
 
     # Trials end by live traffic, and then move the fleet between two looks at it. They have a table
     # of their own (``benchmarks.trials``).
-    canary = CanaryConfig(share=0.0)
+    canary = CanaryConfig(enabled=False)
 
     def __init__(self, folder: Path) -> None:
         cores = two_cores()

@@ -22,12 +22,11 @@ from prometheus_client import generate_latest
 from benchmarks.publish_faults.rig import write_releases
 from draft_trainer.config import PublishConfig
 from draft_trainer.counters import Counters
-from draft_trainer.releases.canary import AcceptanceWatch
 from draft_trainer.releases.client import RolloutClient
-from draft_trainer.releases.commits import Payloads
+from draft_trainer.releases.commits import Payloads, stage_on
 from draft_trainer.releases.fleet import Fleet
+from draft_trainer.releases.watch import AcceptanceWatch
 from draft_trainer.server.status import FleetView
-from slipstream.client import Progress
 from slipstream.serving import SERVER_OPTIONS
 from slipstream.v1 import draft_trainer_pb2 as trainer
 from slipstream.v1 import rollout_server_pb2 as pb
@@ -55,9 +54,6 @@ class Quick(pb_grpc.RolloutServerServicer):
         first = await anext(requests)
         yield pb.StageResponse(needed=pb.StageNeeded())
         yield pb.StageResponse(staged=pb.StageResult(stage_id=first.header.stage_id))
-
-    async def Pull(self, request: pb.StageHeader, context: Any) -> pb.PullResponse:
-        return pb.PullResponse(staged=pb.StageResult(stage_id=request.stage_id))
 
     async def Commit(self, request: pb.CommitRequest, context: Any) -> pb.CommitResponse:
         return pb.CommitResponse(state=self.state)
@@ -111,7 +107,9 @@ def _measured(addresses: tuple[str, ...], folder: Path) -> dict[str, float]:
     figures = {"servers": float(count), "connect_seconds": _seconds(fleet.states)[0]}
     rounds: dict[str, Callable[[], Any]] = {
         "state": fleet.states,
-        "stage": lambda: fleet.each(lambda client: client.pull(draft, addresses[:3], Progress())),
+        "stage": lambda: fleet.each(
+            lambda client: stage_on(client, draft, "draft-1", fleet, counters)
+        ),
         "commit": lambda: fleet.each(_commit),
     }
     for name, ask in rounds.items():

@@ -48,7 +48,7 @@ class Promote(Reading):
 
     def run(self) -> int:
         if self.registry is not None:
-            from draft_trainer.releases.promotions import promote_offline
+            from draft_trainer.releases.pointer import promote_offline
 
             promote_offline(RegistryFolder(self.registry).registry, self.version, self.pin)
             return _report(pb.PublishResult(draft_version=self.version), self.json)
@@ -69,7 +69,7 @@ class Rollback(Reading):
 
     def run(self) -> int:
         if self.registry is not None:
-            from draft_trainer.releases.promotions import roll_back_offline
+            from draft_trainer.releases.pointer import roll_back_offline
 
             version = roll_back_offline(RegistryFolder(self.registry).registry, self.reason)
             return _report(pb.PublishResult(draft_version=version), self.json)

@@ -19,7 +19,7 @@ import grpc
 import torch
 
 from draft_trainer.config import PublishConfig
-from slipstream.client import TRAINER, Progress, open_channel, stage
+from slipstream.client import TRAINER, open_channel, stage
 from slipstream.errors import RefusedError, clean, failure_text
 from slipstream.security import NONE, ClientCredentials
 from slipstream.tensors import digest_of_specs
@@ -82,6 +82,11 @@ class DraftPayload:
         """``ServerState.draft_sha256`` of a server that serves it."""
         return digest_of_specs(self.specs)
 
+    @property
+    def on_the_fleet(self) -> pb.FleetDraft:
+        """What a server is told that lacks it while the fleet serves it."""
+        return pb.FleetDraft(version=self.version, sha256=self.sha256)
+
 
 class RolloutClient:
     """One rollout server's control plane."""
@@ -106,66 +111,17 @@ class RolloutClient:
         answer = self._ask(self._stub.GetState, request, self._config.state_timeout_s)
         return answer if isinstance(answer, Failure) else self._checked(answer)
 
-    def stage(
-        self,
-        draft: DraftPayload,
-        stage_id: str = "",
-        *,
-        sources: Sequence[str] = (),
-        progress: Progress | None = None,
-    ) -> pb.StageResult | Failure:
-        """Let it pull and verify a release while it generates, under its usual id or another.
-
-        Args:
-            draft: the release.
-            stage_id: the other one.
-            sources: servers from which it fetches what they have; this side sends the rest.
-            progress: kept up to date.
-        """
-        header = _header(draft, stage_id or draft.stage_id, sources)
-        return self._staged(
-            draft,
-            lambda: stage(
-                self._stub,
-                header,
-                draft.tensors,
-                progress=progress,
-                metadata=self._who,
-                timeout=self._config.stage_timeout_s,
-            ),
+    def stage(self, draft: DraftPayload, stage_id: str = "") -> pb.StageResult | Failure:
+        """Let it take and verify a release while it generates, under its usual id or another."""
+        header = _header(draft, stage_id or draft.stage_id)
+        seconds, began = self._config.stage_timeout_s, time.monotonic()
+        answer = self._call(
+            lambda: stage(self._stub, header, draft.tensors, metadata=self._who, timeout=seconds)
         )
-
-    def pull(
-        self, draft: DraftPayload, sources: Sequence[str], progress: Progress
-    ) -> pb.StageResult | Failure:
-        """The same, from ``sources`` alone; ABORTED: they did not give all of it."""
-        header = _header(draft, draft.stage_id, sources)
-
-        def ask() -> pb.StageResult | Failure:
-            timeout = self._config.stage_timeout_s
-            answer = self._stub.Pull(header, timeout=timeout, metadata=self._who)
-            progress.saw(answer.needed)
-            if answer.HasField("staged"):
-                return answer.staged
-            text = f"{len(answer.needed.names)} tensors that none of {', '.join(sources)} gave"
-            return Failure(f"{self.address}: {text}", grpc.StatusCode.ABORTED)
-
-        return self._staged(draft, ask)
-
-    def _staged(
-        self, draft: DraftPayload, call: Callable[[], pb.StageResult | Failure]
-    ) -> pb.StageResult | Failure:
-        began = time.monotonic()
-        answer = self._call(call)
         if not isinstance(answer, Failure):
             answer.seconds = time.monotonic() - began
-            answer.bytes_from_sources = min(answer.bytes_from_sources, draft.nbytes)
+            answer.bytes_received = min(answer.bytes_received, draft.nbytes)
         return answer
-
-    def expect(self, version: int, sha256: bytes) -> Failure | None:
-        """Tell it which draft the fleet serves: with another one it is not ready."""
-        request = pb.ExpectRequest(draft_version=version, draft_sha256=sha256)
-        return self._told(self._stub.Expect, request, self._config.state_timeout_s)
 
     def commit(self, stage_ids: Sequence[str]) -> pb.ServerState | Failure:
         """Make the named stages live in one worker call; the state after it."""
@@ -174,10 +130,13 @@ class RolloutClient:
             seconds = max(seconds, POLICY_SECONDS)
         return self._changed(self._stub.Commit, request, seconds)
 
-    def abort(self, stage_ids: Sequence[str]) -> Failure | None:
-        """Forget stages. Idempotent."""
-        request = pb.AbortRequest(stage_ids=stage_ids)
-        return self._told(self._stub.Abort, request, self._config.state_timeout_s)
+    def abort(
+        self, stage_ids: Sequence[str], instead: pb.FleetDraft | None = None
+    ) -> Failure | None:
+        """Forget stages; ``instead``: without this draft it is not ready. Idempotent."""
+        request = pb.AbortRequest(stage_ids=stage_ids, fleet_draft=instead)
+        answer = self._ask(self._stub.Abort, request, self._config.state_timeout_s)
+        return answer if isinstance(answer, Failure) else None
 
     def roll_back(self) -> pb.ServerState | Failure:
         """Back to the draft it served before; the state after it."""
@@ -221,10 +180,6 @@ class RolloutClient:
         self._refused = refused
         return cleaned(state)
 
-    def _told(self, method: Callable[..., Any], request: object, timeout: float) -> Failure | None:
-        answer = self._ask(method, request, timeout)
-        return answer if isinstance(answer, Failure) else None
-
     def _ask(self, method: Callable[..., Any], request: object, timeout: float) -> Any:
         return self._call(lambda: method(request, timeout=timeout, metadata=self._who))
 
@@ -240,14 +195,13 @@ class RolloutClient:
             return Failure(f"{self.address}: {error}", grpc.StatusCode.UNAVAILABLE)
 
 
-def _header(draft: DraftPayload, stage_id: str, sources: Sequence[str]) -> pb.StageHeader:
+def _header(draft: DraftPayload, stage_id: str) -> pb.StageHeader:
     return pb.StageHeader(
         stage_id=stage_id,
         kind=pb.STAGE_KIND_DRAFT,
         version=draft.version,
         trained_against_policy_version=draft.trained_against_policy_version,
         tensors=draft.specs,
-        sources=sources,
     )
 
 

@@ -6,28 +6,19 @@ never by assuming.
 
 from __future__ import annotations
 
-import math
-import random
 import threading
 import time
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import lru_cache, partial
+from functools import lru_cache
 
 from draft_trainer.counters import Counters
 from draft_trainer.releases.client import DraftPayload, Failure, RolloutClient
-from draft_trainer.releases.fleet import WITHOUT_WEIGHTS, Fleet, Quorum
+from draft_trainer.releases.fleet import WITHOUT_WEIGHTS, Fleet
 from draft_trainer.releases.registry import Registry
-from slipstream.client import Progress
 from slipstream.errors import RefusedError, StatusCode
 from slipstream.tensors import digest_of_specs
 from slipstream.v1 import rollout_server_pb2 as pb
-
-MOST_SOURCES = 3
-"""That a server which is put right is told of."""
-
-DRAWS = random.Random()
-"""Not Python's global numbers: a trainer may run in the training process, which has them."""
 
 
 @dataclass
@@ -64,8 +55,6 @@ class PublishResult:
     changes: bool = False
     """A draft is staged (``prepare``) or was committed."""
     draft: DraftPayload | None = None
-    enough: int = 0
-    """Servers that have to commit the draft for it to go live."""
 
     @property
     def stage_ids(self) -> list[str]:
@@ -124,6 +113,18 @@ class Payloads:
 
 
 def stage_on(
+    client: RolloutClient, draft: DraftPayload, stage_id: str, fleet: Fleet, counters: Counters
+) -> pb.StageResult | Failure:
+    """Send a release to one server, when fewer than ``STAGES_AT_ONCE`` others are sent one."""
+    with fleet.staging:
+        answer = client.stage(draft, stage_id)
+    if not isinstance(answer, Failure):
+        counters.staged_bytes.inc(answer.bytes_received)
+        counters.stage_seconds.observe(answer.seconds)
+    return answer
+
+
+def stage_version_on(
     client: RolloutClient,
     version: int,
     payloads: Payloads,
@@ -131,20 +132,12 @@ def stage_on(
     fleet: Fleet,
     counters: Counters,
 ) -> pb.StageResult | Failure:
-    """Stage a release on one server, from others that serve it and from the trainer what they do
-    not give; an unreadable release is a failure like others."""
+    """The same by number; an unreadable release is a failure like others."""
     try:
         draft = payloads.get(version)
     except RefusedError as error:
         return Failure(f"{client.address}: {error}", error.code)
-    serving = [address for address in fleet.sources(draft) if address != client.address]
-    sources = DRAWS.sample(serving, min(MOST_SOURCES, len(serving)))
-    progress = Progress()
-    answer = client.stage(draft, stage_id, sources=sources, progress=progress)
-    counters.staged_bytes.labels("trainer").inc(progress.sent)
-    if not isinstance(answer, Failure):
-        counters.staged_bytes.labels("server").inc(answer.bytes_from_sources)
-    return answer
+    return stage_on(client, draft, stage_id, fleet, counters)
 
 
 def commit_on_all(
@@ -154,17 +147,10 @@ def commit_on_all(
     policy_version: int,
     policy_stage_id: str,
     outcomes: dict[str, ServerOutcome],
-    enough: int,
 ) -> None:
-    """Commit a draft on its holders, and a policy on every server of ``outcomes``.
-
-    A policy has to be live everywhere: with one, every answer is waited for. Without, the holders
-    have ``publish.straggler_s`` once there are ``enough``.
-    """
-    waits = policy_stage_id or not holders or enough >= len(holders)
-    quorum = Quorum(enough, math.inf if waits else fleet.config.straggler_s)
+    """Commit a draft on its holders, and a policy on every server of ``outcomes``."""
     chosen = frozenset(holders)
-    answered = fleet.each(
+    fleet.each(
         lambda client: commit_on(
             client,
             draft if client.address in chosen else None,
@@ -173,21 +159,7 @@ def commit_on_all(
             outcomes[client.address],
         ),
         tuple(outcomes),
-        quorum,
     )
-    for address in outcomes.keys() - answered.keys():
-        # A new one: the call goes on, and writes what comes of it to the other.
-        outcomes[address] = ServerOutcome(error=quorum.late.text)
-
-
-def expect_on(fleet: Fleet, draft: DraftPayload, stragglers: Iterable[str]) -> None:
-    """Have servers that lack the release that went live be not ready until they have it.
-
-    Their answers are not waited for: ``reconcile`` tells them again and gives it to them.
-    """
-    calls = fleet.calls()
-    for address in stragglers:
-        calls.start(address, partial(fleet.client(address).expect, draft.version, draft.sha256))
 
 
 def commit_on(
@@ -269,7 +241,7 @@ def put_on(
         back = client.roll_back()
         if not isinstance(back, Failure) and payloads.is_served(back, version):
             return back
-    staged = stage_on(client, version, payloads, f"draft-{version}", fleet, counters)
+    staged = stage_version_on(client, version, payloads, f"draft-{version}", fleet, counters)
     return staged if isinstance(staged, Failure) else client.commit([f"draft-{version}"])
 
 

@@ -7,22 +7,17 @@ an answer or, where the answer was lost, by reading the server's state; never by
 from __future__ import annotations
 
 import logging
-import math
-import queue
 import socket
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Generic, TypeVar
-
-import grpc
+from typing import TypeVar
 
 from draft_trainer.config import DNS, FILE, PublishConfig
 from draft_trainer.drafters.acceptance import Method
-from draft_trainer.releases.client import DraftPayload, Failure, RolloutClient
+from draft_trainer.releases.client import Failure, RolloutClient
 from slipstream.client import join_address, split_address
 from slipstream.errors import RefusedError, StatusCode
 from slipstream.security import NONE, ClientCredentials
@@ -45,60 +40,11 @@ LEFT_SECONDS = 60.0
 ASLEEP = ": asleep"
 """In ``not_ready`` of a server that sleeps."""
 
+STAGES_AT_ONCE = 16
+"""Servers that a release is sent to at a time: its bytes leave the trainer once for each."""
+
 WITHOUT_WEIGHTS = frozenset({"ngram", "none"})
 """Kinds of drafts (``ServerState.draft_kind``) of which no release can be staged."""
-
-
-class Quorum:
-    """How long to wait for the rest once enough servers have done something.
-
-    Args:
-        needed: servers that are enough.
-        patience: seconds for the others from then on; infinite: they are waited for.
-    """
-
-    def __init__(self, needed: int, patience: float) -> None:
-        self.needed = needed
-        self.patience = patience
-        self.over_at = math.inf
-        self._done = 0
-        self.clock = time.monotonic
-
-    def count(self, done: bool) -> None:
-        """One more server answered, and did it or did not."""
-        self._done += done
-        if self._done >= self.needed and self.over_at == math.inf:
-            self.over_at = self.clock() + self.patience
-
-    @property
-    def late(self) -> Failure:
-        """In place of an answer that had not come when it was over."""
-        text = f"no answer {self.patience:g} s after {self.needed} servers had done it"
-        return Failure(text, grpc.StatusCode.DEADLINE_EXCEEDED)
-
-
-class Calls(Generic[T]):
-    """Calls in progress in a pool's threads, and their answers in the order in which they end."""
-
-    def __init__(self, pool: ThreadPoolExecutor) -> None:
-        self._pool = pool
-        self._ended: queue.SimpleQueue[tuple[str, Future[T]]] = queue.SimpleQueue()
-
-    def start(self, name: str, call: Callable[[], T]) -> None:
-        """Begin one as soon as a thread is free."""
-        future = self._pool.submit(call)
-        future.add_done_callback(lambda future: self._ended.put((name, future)))
-
-    def next(self, quorum: Quorum | None = None) -> tuple[str, T] | None:
-        """Wait for the next one's name and answer; None when ``quorum`` is over."""
-        wait = None
-        if quorum is not None and quorum.over_at < math.inf:
-            wait = max(0.0, quorum.over_at - quorum.clock())
-        try:
-            name, future = self._ended.get(timeout=wait)
-        except queue.Empty:
-            return None
-        return name, future.result()
 
 
 class Members:
@@ -158,8 +104,8 @@ class Fleet:
     """The rollout servers there are now. Owns the clients and the threads that ask them."""
 
     MAX_CALLS = 2048
-    """At a time; threads exist as calls do. While a release spreads, a thread waits for every
-    server that fetches: with fewer, most of 10,000 servers wait for a thread."""
+    """At a time; threads exist as calls do. A policy that vLLM's weight-transfer engine brings is
+    received within the commits: with fewer threads than servers they would wait for each other."""
 
     def __init__(
         self,
@@ -179,9 +125,9 @@ class Fleet:
         self._clients: dict[str, RolloutClient] = {}
         self._left: dict[str, tuple[float, RolloutClient]] = {}
         self._refused: frozenset[str] = frozenset()
-        self._states: dict[str, pb.ServerState] = {}
         self._said: tuple[int, str] = ASSUMED
         self._pool = ThreadPoolExecutor(self.MAX_CALLS, thread_name_prefix="fleet")
+        self.staging = threading.BoundedSemaphore(STAGES_AT_ONCE)
         # Nothing is known yet: without servers a bridge could not push.
         self._follow(self._members.addresses())
 
@@ -246,47 +192,18 @@ class Fleet:
             client.close()
         return client
 
-    def calls(self) -> Calls[Any]:
-        """What is asked of servers in parallel."""
-        return Calls(self._pool)
-
-    def quorum_of(self, servers: int) -> int:
-        """How many of so many servers are a quorum."""
-        return math.ceil(self.config.quorum * servers)
-
     def each(
-        self,
-        ask: Callable[[RolloutClient], T],
-        addresses: Iterable[str] | None = None,
-        quorum: Quorum | None = None,
+        self, ask: Callable[[RolloutClient], T], addresses: Iterable[str] | None = None
     ) -> dict[str, T]:
-        """Ask servers in parallel and wait for all; every ``ask`` ends by its own deadlines.
-
-        Without those that have not answered when ``quorum``, which counts true answers, is over.
-        """
+        """Ask servers in parallel and wait for all; every ``ask`` ends by its own deadlines."""
         chosen = self.addresses if addresses is None else tuple(addresses)
-        calls: Calls[T] = self.calls()
-        for address in chosen:
-            calls.start(address, partial(ask, self.client(address)))
-        answers: dict[str, T] = {}
-        while len(answers) < len(chosen) and (ended := calls.next(quorum)) is not None:
-            address, answer = ended
-            answers[address] = answer
-            if quorum is not None:
-                quorum.count(bool(answer))
-        return {address: answers[address] for address in chosen if address in answers}
+        asked = {address: self._pool.submit(ask, self.client(address)) for address in chosen}
+        return {address: future.result() for address, future in asked.items()}
 
-    def sources(self, draft: DraftPayload) -> list[str]:
-        """Servers that fetch from others and serve this release, as they said last."""
-        with self._lock:
-            states = dict(self._states)
-        return [a for a, s in states.items() if s.fetches and s.draft_sha256 == draft.sha256]
-
-    def any_ready(self, addresses: Iterable[str]) -> bool:
-        """Whether one of these servers answered when it was asked last, and was ready or slept."""
-        with self._lock:
-            said = [self._states[address] for address in addresses if address in self._states]
-        return any(not state.not_ready or ASLEEP in state.not_ready for state in said)
+    def start(self, ask: Callable[[RolloutClient], object], addresses: Iterable[str]) -> None:
+        """Ask servers without waiting for an answer."""
+        for address in addresses:
+            self._pool.submit(ask, self.client(address))
 
     def states(self, read_back: bool = False) -> dict[str, pb.ServerState | Failure]:
         """What every server serves now."""
@@ -296,10 +213,8 @@ class Fleet:
         if read_back and late:
             # A look into memory waits for a commit under way.
             states |= self.each(lambda client: client.state(), late)
-        reached = {a: state for a, state in states.items() if not isinstance(state, Failure)}
-        with self._lock:
-            self._states = reached
-        drafting = [s for s in reached.values() if s.draft_kind not in WITHOUT_WEIGHTS]
+        reached = [state for state in states.values() if not isinstance(state, Failure)]
+        drafting = [s for s in reached if s.draft_kind not in WITHOUT_WEIGHTS]
         said = [(s.num_speculative_tokens, s.draft_sample_method) for s in drafting]
         self._said = max((one for one in said if one[0]), default=self._said)
         self._on_states(states)

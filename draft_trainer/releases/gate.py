@@ -36,7 +36,7 @@ from draft_trainer.drafters import Draft
 from draft_trainer.drafters.acceptance import AcceptanceEstimate, Method, expected_acceptance
 from draft_trainer.drafters.policy import PolicyHeads
 from draft_trainer.ingest.run import Run
-from draft_trainer.releases.promotions import Promotions
+from draft_trainer.releases.pointer import PointerStore
 from draft_trainer.releases.registry import Registry
 from slipstream.errors import RefusedError
 from slipstream.sample import Sample
@@ -274,7 +274,7 @@ class Gate:
 
     config: TrainerConfig
     registry: Registry
-    promotions: Promotions
+    pointer: PointerStore
     counters: Counters
     drafting: Callable[[], tuple[int, Method]]
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -375,7 +375,7 @@ class Gate:
         """Count a result and write it to state.db."""
         if release is not None:
             result.draft_version = release
-            now = self.promotions.now
+            now = self.pointer.now
             if result.outcome == "passed" and now.promoted != release:
                 pinned = " and pinned" if now.pinned else ""
                 result.reason += f"; not promoted: draft {now.promoted} is promoted{pinned}"
@@ -383,13 +383,13 @@ class Gate:
             result.outcome, result.reason = "write_failed", f"not written: {not_written}"
         self.counters.verdicts.labels(result.outcome).inc()
         try:
-            self.promotions.state.gate_results.add(result)
+            self.pointer.state.gate_results.add(result)
         except RefusedError as error:
             # A full disk must not end training.
             logger.error("the gate's result was not written: %s (%s)", error, result.reason)
 
     def _promoted(self) -> tuple[int, Draft]:
-        version = self.promotions.now.promoted
+        version = self.pointer.now.promoted
         if self._incumbent is None or self._incumbent[0] != version:
             with self.registry.using(version):
                 head = self.registry.drafter.read(self.registry.path(version)).draft()

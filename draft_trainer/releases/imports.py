@@ -20,7 +20,7 @@ from draft_trainer.config import DraftConfig
 from draft_trainer.drafters import Checkpoint, Draft, Drafter
 from draft_trainer.ingest.run import Run, Runs
 from draft_trainer.releases.gate import Gate
-from draft_trainer.releases.promotions import Promotions
+from draft_trainer.releases.pointer import PointerStore
 from draft_trainer.releases.registry import Registry
 from slipstream.checkpoints import pickles, write_checkpoint
 from slipstream.errors import RefusedError, StatusCode
@@ -85,7 +85,7 @@ class Imports:
     registry: Registry
     runs: Runs
     gate: Gate
-    promotions: Promotions
+    pointer: PointerStore
     bounds: DraftConfig
     on_promoted: Callable[[], None]
 
@@ -165,7 +165,7 @@ class Imports:
         version, promoted = manifest.draft_version, False
         if result is not None:
             passed = result.outcome == "passed"
-            promoted = passed and self.promotions.offer(version, result.incumbent_version)
+            promoted = passed and self.pointer.offer(version, result.incumbent_version)
             self.gate.record(result, version)
         reason = "not gated" if result is None else result.reason
         logger.info("draft %d imported from %r: %s", version, origin, reason)

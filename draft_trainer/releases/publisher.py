@@ -1,7 +1,8 @@
 """Puts a release on the fleet in two phases: stage on every server, then commit on every server.
 
-Stage: every reachable server that serves another release verifies it while it generates. Where one
-fails, all forget it. A server that cannot be reached is left out; ``reconcile`` catches it up.
+Stage: every reachable server that serves another release verifies it while it generates. One that
+refuses it makes all forget it. One that is late or gone is left out: it is not ready until it has
+what is live, and ``reconcile`` catches it up.
 
 Commit: the intent is on disk first, then one call per server between two engine steps, with the
 policy's weights where there are some. A lost answer is settled by reading the server's state, never
@@ -10,9 +11,10 @@ committed without the draft. A trainer that dies in between undoes it when it is
 
 What is live is on trial until its live acceptance is compared with the last good release's.
 
-``_staging`` serialises publishes. ``_committing`` covers the commits and what puts servers back, so
-that a policy's commit does not wait for a publish that is still staging. It does wait for a roll
-back, which stages on servers that no longer hold the release before.
+``_publish_lock`` lets one publish at a time stage. ``_commit_lock`` guards what the servers serve
+and which stage waits for a commit: a policy's commit does not wait for a publish that is still
+staging. It does wait for a roll back, which stages on servers that no longer hold the release
+before. Both are taken in this order.
 """
 
 from __future__ import annotations
@@ -21,32 +23,37 @@ import logging
 import math
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import replace
 
 from draft_trainer.counters import Counters
-from draft_trainer.releases.canary import Canary
-from draft_trainer.releases.client import POLICY_SECONDS
+from draft_trainer.releases.client import POLICY_SECONDS, Failure, RolloutClient
 from draft_trainer.releases.commits import (
     Payloads,
     PublishResult,
     ServerOutcome,
     commit_on_all,
-    expect_on,
     put_all_on,
+    stage_on,
 )
-from draft_trainer.releases.fleet import Fleet
-from draft_trainer.releases.promotions import Promotions, Trial
+from draft_trainer.releases.fleet import STAGES_AT_ONCE, Fleet
+from draft_trainer.releases.pointer import PointerStore
 from draft_trainer.releases.registry import Registry
-from draft_trainer.releases.spread import spread_to
+from draft_trainer.releases.states import ReleaseEvent
+from draft_trainer.releases.trial import Trials
 from slipstream.errors import RefusedError, StatusCode
+from slipstream.v1 import rollout_server_pb2 as pb
 
 logger = logging.getLogger(__name__)
 
-Settled = Callable[[], None] | None
 Pin = bool | None
+
+TRIAL_EVENTS = {
+    ReleaseEvent.PASS: "canary_promoted",
+    ReleaseEvent.FAIL: "canary_rolled_back",
+    ReleaseEvent.FIND_TOO_LITTLE: "canary_undecided",
+}
+"""The event (``state.KINDS``) that a trial's end is noted as."""
 
 
 class Publisher:
@@ -56,59 +63,43 @@ class Publisher:
         self,
         fleet: Fleet,
         registry: Registry,
-        promotions: Promotions,
+        pointer: PointerStore,
         counters: Counters,
-        canary: Canary | None = None,
+        trials: Trials | None = None,
     ) -> None:
         self.fleet = fleet
-        self.promotions = promotions
+        self.pointer = pointer
         self.counters = counters
         self.payloads = Payloads(registry)
         self._registry = registry
-        self._canary = canary
-        self._staging = threading.Lock()
-        self._committing = threading.Lock()
-        self._handover = threading.Lock()
-        self._staged: PublishResult | None = None
-        self._taken: Counter[str] = Counter()  # ids that ``complete`` is about to commit
+        self._trials = trials
+        self._publish_lock = threading.Lock()
+        self._commit_lock = threading.Lock()
+        self._staged: PublishResult | None = None  # guarded by _commit_lock
         self._undo_interrupted()
-        if canary is not None:
-            canary.resume(promotions.now)
+        if trials is not None:
+            trials.resume(pointer.now)
 
     def prepare(self, until: float = math.inf) -> PublishResult:
         """Stage the promoted release on every reachable server that serves another one.
 
-        Staging that fails anywhere is undone everywhere; the outcomes say why. While a release is
-        on trial on some servers, or the live one measured, none is. ``until``: as in ``promote``.
+        Staging that fails anywhere is undone everywhere; the outcomes say why. ``until``: as in
+        ``promote``.
         """
-        with self._staged_alone(until):
-            self._drop_staged()
-            now = self.promotions.now
-            if now.waits:
-                return PublishResult(now.live, {a: ServerOutcome() for a in self.fleet.refresh()})
-            result = self._stage(now.promoted)
-            with self._handover:
+        with self._publishing(until):
+            self._drop_staged(until)
+            result = self._stage(self.pointer.now.promoted)
+            with self.committing(until):
                 self._staged = result if result.draft is not None else None
             return result
 
     def complete(self, policy_version: int, policy_stage_id: str) -> PublishResult:
         """Commit what ``prepare`` staged, together with a staged policy, in one call per server."""
-        with self._handover:
-            staged, self._staged = self._staged, None
-            taken = [] if staged is None else staged.stage_ids
-            self._taken += Counter(taken)
-        try:
-            with self.committed_alone():
-                now = self.promotions.now
-                other = staged is not None and now.live == now.promoted != staged.draft_version
-                if other or now.waits or not self._taken.keys() >= {*taken}:
-                    # Since it was staged, it was rolled back, or another is live or comes first.
-                    self._abort(staged)
-                    staged = None
-                return self._commit(staged, policy_version, policy_stage_id)
-        finally:
-            with self._handover:
-                self._taken -= Counter(taken)
+        with self.committing():
+            try:
+                return self._commit(self._staged, policy_version, policy_stage_id)
+            finally:
+                self._staged = None
 
     def promote(self, version: int, pin: bool, until: float = math.inf) -> PublishResult:
         """Stage and commit a release now. The pointer moves only when the fleet does.
@@ -118,23 +109,16 @@ class Publisher:
                 the monotonic time ``until`` at the latest: whoever asked does not wait any longer.
         """
         self._registry.get(version)
-        with self._staged_alone(until):
-            now = self.promotions.now
-            if now.trial is not None and now.canaries:
-                found = f"draft {now.trial.version} on trial"
-                expected = "a fleet that serves one release"
-                next_step = "wait for the trial's result, or roll back"
-                raise RefusedError("publish", found, expected, next_step, StatusCode.ABORTED)
-            result = self._publish(version, until=until, pin=pin)
+        with self._publishing(until):
+            result = self._publish(version, until, pin)
             if result.draft is None and result.draft_version == version:
-                self.promotions.promote(version, pin)  # It was live, or no server is reachable.
+                self.pointer.promote(version, pin)  # It was live, or no server is reachable.
             return result
 
     def publish_promoted(self) -> PublishResult:
         """Stage and commit the promoted release now, where it is not served yet."""
-        with self._staged_alone():
-            now = self.promotions.now
-            return PublishResult(now.live) if now.waits else self._publish(now.promoted)
+        with self._publishing():
+            return self._publish(self.pointer.now.promoted)
 
     def roll_back(
         self, reason: str, failed: int | None = None, until: float = math.inf
@@ -144,20 +128,19 @@ class Publisher:
 
         Args:
             reason: for the events.
-            failed: not an operator's wish: what this release showed, if it is on trial, or is
-                live and none is.
+            failed: not an operator's wish: what this release showed, if it is live.
             until: as in ``promote``.
 
         Raises:
             RefusedError: FAILED_PRECONDITION, there is none; ABORTED, a publish is under way.
         """
-        with self._staged_alone(until):
-            return self._roll_back(reason, failed, until)
+        with self._publishing(until), self.committing(until):
+            return self._roll_back(reason, failed)
 
     def settle(self) -> bool:
-        """End the trial under way if it has a result: promote to the rest, or roll back.
+        """End the trial under way if it has a result: the release is good, or rolled back.
 
-        What is undecided stays on trial until there is enough traffic or another release.
+        What is undecided stays on trial until it can be decided or another release replaces it.
 
         Returns:
             Whether something changed.
@@ -165,83 +148,59 @@ class Publisher:
         Raises:
             RefusedError: another publish is under way (ABORTED), or the disk is full.
         """
-        promotions, canary = self.promotions, self._canary
-        result = None if canary is None else canary.result(promotions.now, self.fleet)
+        pointer, trials = self.pointer, self._trials
+        result = None if trials is None else trials.result(pointer.now, self.fleet.addresses)
         if result is None:
             return False
-        trial = result.trial
-        with self._staged_alone():
-            if promotions.now.trial != trial:
+        with self._publishing(), self.committing():
+            if not result.is_of(pointer.now):  # A sync has replaced it meanwhile.
                 return False
-            if result.event == "canary_rolled_back":
-                return self._roll_back(result.reason, trial.version).changes
-
-            def settled() -> None:
-                if result.unmeasured:
-                    promotions.measure_incumbent()
-                elif result.event == "canary_undecided":
-                    late = replace(trial, servers=(), others=(), undecided=result.reason)
-                    promotions.on_trial(late)
+            if result.event is ReleaseEvent.FAIL:
+                return self._roll_back(result.reason, result.version).changes
+            with pointer.state.transaction():
+                if result.event is ReleaseEvent.PASS:
+                    pointer.passed(result.figures, result.ratio)
                 else:
-                    promotions.serves(trial.version, result.figures)
-                self._record(result.event, trial.version, result.reason)
-
-            if trial.servers and not result.unmeasured:
-                self._publish(trial.version, settled)
-                return True
-            with self.committed_alone():
-                if promotions.now.trial != trial:  # A sync has replaced it meanwhile.
-                    return False
-                with promotions.state.transaction():
-                    settled()
-                if result.unmeasured:
-                    self._restore(trial.incumbent, self.fleet.addresses, {})
+                    pointer.found_too_little(result.reason)
+                self._record(TRIAL_EVENTS[result.event], result.version, result.reason)
             return True
 
-    def measure(self) -> bool:
-        """Keep what a trial compares with: the live acceptance of a good release.
-
-        Returns:
-            Whether a release has waited for that.
-        """
-        now = self.promotions.now
-        figures = None
-        if self._canary is not None and now.trial is None:
-            figures = self._canary.figures(now.live, self.fleet.addresses, now.hold)
-        with self.promotions.state.transaction():
-            if figures is None or self.promotions.now != now:
-                return False
-            self.promotions.measured(figures)
-        return now.hold
+    def measure(self) -> None:
+        """Keep what a trial compares with: the live acceptance of a good release."""
+        now = self.pointer.now
+        if self._trials is None or now.on_trial:
+            return
+        figures = self._trials.figures(now.live, self.fleet.addresses)
+        with self.pointer.state.transaction():
+            if figures is not None and self.pointer.now == now:
+                self.pointer.measured(figures)
 
     @contextmanager
-    def at_rest(self) -> Iterator[frozenset[str] | None]:
+    def try_pause(self) -> Iterator[frozenset[str] | None]:
         """Keep publishes from starting. Yields the ids of stages that wait for a commit; None, and
         without waiting, while a publish is under way."""
-        if not self._staging.acquire(blocking=False):
+        if not self._publish_lock.acquire(blocking=False):
             yield None
             return
         try:
-            with self._handover:
-                waiting = {*self._taken, *(() if self._staged is None else self._staged.stage_ids)}
-            now = self.promotions.now
-            if now.trial is not None and now.canaries:
-                waiting.add(f"draft-{now.trial.version}")
-            yield frozenset(waiting)
+            staged = self._staged  # ``complete`` clears it once its commits have ended.
+            yield frozenset(() if staged is None else staged.stage_ids)
         finally:
-            self._staging.release()
+            self._publish_lock.release()
 
-    def _staged_alone(self, until: float = math.inf) -> AbstractContextManager[None]:
-        return self._held(self._staging, 2, until)
+    def _publishing(self, until: float = math.inf) -> AbstractContextManager[None]:
+        return self._held(self._publish_lock, 2, until)
 
-    def committed_alone(self, until: float = math.inf) -> AbstractContextManager[None]:
-        """Held while something is committed or put back, not while a publish stages."""
-        return self._held(self._committing, 3, until)
+    def committing(self, until: float = math.inf) -> AbstractContextManager[None]:
+        """Hold ``_commit_lock``: while something is committed or put back, not while a publish
+        stages. Raises RefusedError: as ``promote``."""
+        return self._held(self._commit_lock, 3, until)
 
     @contextmanager
     def _held(self, lock: threading.Lock, commits: int, until: float) -> Iterator[None]:
         c = self.fleet.config
-        longest = 3 * c.state_timeout_s + c.stage_timeout_s + commits * c.commit_timeout_s
+        stages = math.ceil(len(self.fleet.addresses) / STAGES_AT_ONCE) * c.stage_timeout_s
+        longest = 3 * c.state_timeout_s + stages + commits * c.commit_timeout_s
         # A policy with the draft, then, where that fails, the policy alone.
         longest = min(longest + 2 * POLICY_SECONDS, max(0.0, until - time.monotonic()))
         if not lock.acquire(timeout=longest):
@@ -254,29 +213,22 @@ class Publisher:
         finally:
             lock.release()
 
-    def _publish(
-        self, version: int, settled: Settled = None, until: float = math.inf, pin: Pin = None
-    ) -> PublishResult:
+    def _publish(self, version: int, until: float = math.inf, pin: Pin = None) -> PublishResult:
         """Stage and commit.
 
         Args:
             version: the release.
-            settled: its trial has a result, which this writes down: it goes to all servers, and
-                from its canaries too where that fails. None: it goes on trial first.
+            until: as in ``promote``.
             pin: not None: it is promoted, pinned or not, in the moment in which it goes live.
         """
-        self._drop_staged()
-        result = self._stage(version, settled, pin)
-        with self.committed_alone(until):
-            if result.draft is not None:
-                return self._commit(result, 0, "", settled, pin)
-            if settled is not None and result.draft_version != version:
-                why = "the others could not stage it"
-                result.outcomes |= self._undo(version, (), {}, why)
-            return result
+        self._drop_staged(until)
+        result = self._stage(version, pin)
+        with self.committing(until):
+            return result if result.draft is None else self._commit(result, 0, "", pin)
 
-    def _stage(self, version: int, settled: Settled = None, pin: Pin = None) -> PublishResult:
-        """Stage on every reachable server that serves another release, or on none of them."""
+    def _stage(self, version: int, pin: Pin = None) -> PublishResult:
+        """Stage on every reachable server that serves another release, but for those that are late
+        or gone; or on none of them."""
         self.fleet.refresh()
         states = self.fleet.states()
         outcomes = {address: ServerOutcome() for address in states}
@@ -285,56 +237,59 @@ class Publisher:
         reached = {a: o.state for a, o in outcomes.items() if o.state is not None}
         behind = [a for a, s in reached.items() if not self.payloads.is_served(s, version)]
         if not behind:
-            if reached and (settled is not None or version != self.promotions.now.live):
-                self._went_live(version, (), (), settled, pin)
+            if reached and version != self.pointer.now.live:
+                self._went_live(version, pin)
             return PublishResult(version, outcomes)
         draft = self.payloads.get(version)
         # No other will be committed but by ``complete``: what is left would take this one's memory.
-        self.fleet.abort_strays(states, (draft.stage_id, *self._taken))
+        self.fleet.abort_strays(states, (draft.stage_id,))
 
-        enough = max(1, self.fleet.quorum_of(len(reached)) - (len(reached) - len(behind)))
-        spread_to(self.fleet, draft, outcomes, behind, enough, self.counters)
-        failed = [address for address in behind if not outcomes[address].staged]
-        if len(behind) - len(failed) >= enough:
-            return PublishResult(version, outcomes, True, draft, enough)
+        def stage(client: RolloutClient) -> pb.StageResult | Failure:
+            return stage_on(client, draft, draft.stage_id, self.fleet, self.counters)
+
+        failed, refused = [], False
+        for address, answer in self.fleet.each(stage, behind).items():
+            if isinstance(answer, Failure):
+                outcomes[address].error = f"staging failed: {answer.text}"
+                failed.append(address)
+                refused = refused or not answer.unknown_fate
+            else:
+                outcomes[address].staged, outcomes[address].stage_seconds = True, answer.seconds
+        if not refused and len(failed) < len(behind):
+            return PublishResult(version, outcomes, True, draft)
         self.fleet.each(lambda client: client.abort([draft.stage_id]), behind)
         self._note("stage_failed", version, "; ".join(f"{a}: {outcomes[a].error}" for a in failed))
         for address in set(behind) - set(failed):
             error = f"{draft.stage_id} was aborted: staging failed on {', '.join(failed)}"
             outcomes[address].staged, outcomes[address].error = False, error
-        return PublishResult(self.promotions.now.live, outcomes)
+        return PublishResult(self.pointer.now.live, outcomes)
 
     def _commit(
         self,
         staged: PublishResult | None,
         policy_version: int,
         policy_stage_id: str,
-        settled: Settled = None,
         pin: Pin = None,
     ) -> PublishResult:
         """Commit on every server; a draft that fails on one of its holders is undone on all."""
-        now, canary = self.promotions.now, self._canary
+        now = self.pointer.now
         draft = staged.draft if staged is not None else None
-        if settled is not None or draft is None or draft.version in (now.live, now.incumbent):
-            canary = None
-        holders = dict.fromkeys(staged.holders if staged is not None else ())
-        chosen = canary.choose([*holders]) if canary is not None else tuple(holders)
-        first = frozenset(chosen)
-        others = tuple(address for address in holders if address not in first)
-        refusal = ""
+        holders = staged.holders if staged is not None else []
+        chosen, refusal = holders, ""
         if draft is not None:
             try:
-                self.promotions.intends(draft.version)
+                # A server that is caught up with the live release changes no pointer.
+                if draft.version != now.live:
+                    self.pointer.begin_commit(draft.version)
             except RefusedError as error:
                 self._note("not_committed", draft.version, str(error))
                 refusal = f"{draft.stage_id} was not committed: {error}"
                 self._abort(staged)
-                chosen = ()
+                chosen = []
         known = {} if staged is None else {address: staged.outcomes[address] for address in holders}
         addresses = dict.fromkeys((*self.fleet.addresses, *chosen))
         outcomes = {address: known.get(address, ServerOutcome()) for address in addresses}
-        enough = self.fleet.quorum_of(len(chosen)) if others or staged is None else staged.enough
-        commit_on_all(self.fleet, draft, chosen, policy_version, policy_stage_id, outcomes, enough)
+        commit_on_all(self.fleet, draft, chosen, policy_version, policy_stage_id, outcomes)
         without = staged.without if staged is not None else {}
         for address, outcome in outcomes.items():
             if outcome.committed:
@@ -347,11 +302,10 @@ class Publisher:
                 self.counters.published("policy_failed" if missed else "policy_only")
         else:
             failed = [address for address in chosen if not outcomes[address].draft_committed]
-            live = len(chosen) - len(failed) >= enough
-            why = "" if live else f"it failed on {', '.join(failed)}"
+            why = f"it failed on {', '.join(failed)}" if failed else ""
             try:
-                if live:
-                    self._went_live(draft.version, chosen, others, settled, pin)
+                if not failed:
+                    self._went_live(draft.version, pin)
             except RefusedError as error:
                 # The disk does not know that it is live, so it must not be.
                 why = str(error)
@@ -361,57 +315,38 @@ class Publisher:
                 result.outcomes |= restored
             else:
                 result.changes = True
-                result.draft_version = now.live if others else draft.version
-                expect_on(self.fleet, draft, failed if others else [*failed, *without])
+                result.draft_version = draft.version
+                left, live = [draft.stage_id], draft.on_the_fleet
+                self.fleet.start(lambda client: client.abort(left, live), without)
         return result
 
-    def _went_live(
-        self,
-        version: int,
-        servers: tuple[str, ...],
-        others: tuple[str, ...],
-        settled: Settled,
-        pin: Pin,
-    ) -> None:
-        """Write down that ``servers`` serve a release, and ``others`` the one before it.
+    def _went_live(self, version: int, pin: Pin) -> None:
+        """Write down that the fleet serves a release; its trial begins, if it needs one.
 
         Args:
             version: the release.
-            servers: some of the fleet's; not looked at where there are no others.
-            others: the rest, while the release is on trial.
-            settled: writes it down where a trial has its result; None: the trial begins.
             pin: as in ``_publish``.
 
         Raises:
             RefusedError: it cannot be written.
         """
-        promotions, canary = self.promotions, self._canary
-        now = promotions.now
-        tried = settled is None and canary is not None and version not in (now.live, now.incumbent)
+        pointer, trials = self.pointer, self._trials
+        now, figures = pointer.now, None
         # Not inside the transaction: reports of servers take other locks.
-        figures = None
-        if canary is not None and now.trial is None:
-            figures = canary.figures(now.live, self.fleet.addresses)
-        trial = Trial(version, now.incumbent, servers if others else (), others, time.time())
-        with promotions.state.transaction():
-            if now.trial is not None and settled is None and version != now.live:
-                before, kept = now.trial, "" if others else now.trial.undecided
-                trial = replace(trial, began_at=before.began_at, undecided=kept)
+        if trials is not None and not now.on_trial:
+            figures = trials.figures(now.live, self.fleet.addresses)
+        with pointer.state.transaction():
+            if now.on_trial and version != now.live:
                 text = f"draft {version} replaced it before a verdict"
-                self._record("canary_undecided", before.version, text)
-            if settled is not None:
-                settled()
-            elif canary is not None and tried:
-                promotions.on_trial(trial, figures)
-                promotions.state.after_commit(canary.begin)
-            elif version == now.live and now.trial is not None:
-                promotions.undone()
-            else:
-                promotions.serves(version)
+                self._record("canary_undecided", now.live, text)
+            if version != now.live and trials is not None and version != now.incumbent:
+                pointer.begin_trial(version, figures)
+                pointer.state.after_commit(trials.begin)
+            elif version != now.live:
+                pointer.go_live(version)
             if pin is not None:
-                promotions.promote(version, pin)
-            if not others:
-                self._record("committed", version)
+                pointer.promote(version, pin)
+            self._record("committed", version)
 
     def _undo(
         self,
@@ -421,19 +356,18 @@ class Publisher:
         why: str,
         policy_committed: bool = False,
     ) -> dict[str, ServerOutcome]:
-        """Put servers, and those that serve ``version`` on trial, on the live release."""
-        now, restored = self.promotions.now, dict[str, ServerOutcome]()
+        """Put servers on the live release."""
+        now, restored = self.pointer.now, dict[str, ServerOutcome]()
         # Servers that were caught up with the live one: those that took it stay on it.
         replaced = version != now.live
         if replaced:
-            servers = dict.fromkeys((*addresses, *now.canaries))
-            restored = self._restore(now.live, servers, outcomes)
+            restored = self._restore(now.live, addresses, outcomes)
         text = f"draft {version} was rolled back: {why}"
         for outcome in restored.values():
             outcome.committed = policy_committed
             outcome.error = f"{text}; {outcome.error}" if outcome.error else text
         try:
-            self.promotions.undone(version)
+            self.pointer.undo_commit()
         except RefusedError as error:
             # It stays intended on disk, which a restart takes for "undo it", as it should.
             logger.error("%s", error)
@@ -441,24 +375,18 @@ class Publisher:
             self._note("rolled_back", version, why)
         return restored
 
-    def _roll_back(self, reason: str, failed: int | None, until: float = math.inf) -> PublishResult:
-        """To a good release. Only a failed trial lets go of a pin."""
-        promotions, reason = self.promotions, reason or "no reason given"
-        with self.committed_alone(until):
-            if failed not in (None, promotions.now.judged):  # A sync has put another one live.
-                return PublishResult(promotions.now.live)
-            with promotions.state.transaction():
-                by_hand, tried = failed is None, self._canary is not None
-                version, target = promotions.roll_back(tried) if by_hand else promotions.failed()
-                event = "rolled_back_by_hand" if by_hand else "canary_rolled_back"
-                self._record(event, version, reason)
-            # Only now: where there is none to go to, what a sync has staged is still committed.
-            self._drop_staged()
-            with self._handover:
-                self._taken.pop(f"draft-{version}", None)
-            if self._canary is not None:
-                self._canary.begin()
-            outcomes = self._restore(target, self.fleet.addresses, {})
+    def _roll_back(self, reason: str, failed: int | None) -> PublishResult:
+        """Put the fleet on a good release. Only a failed trial lets go of a pin."""
+        pointer, reason = self.pointer, reason or "no reason given"
+        if failed not in (None, pointer.now.live):  # A sync has put another one live.
+            return PublishResult(pointer.now.live)
+        with pointer.state.transaction():
+            version, target = pointer.roll_back() if failed is None else pointer.failed()
+            event = "rolled_back_by_hand" if failed is None else "canary_rolled_back"
+            self._record(event, version, reason)
+        # Only now: where there is none to go to, what a sync has staged is still committed.
+        self._abort_staged()
+        outcomes = self._restore(target, self.fleet.addresses, {})
         self.fleet.each(lambda client: client.abort([f"draft-{version}"]))
         logger.warning("rolled back to draft %d: %s", target, reason)
         return PublishResult(target, outcomes, True)
@@ -471,18 +399,21 @@ class Publisher:
     def _undo_interrupted(self) -> None:
         """After a restart: commits that have begun and did not end are undone by ``reconcile``; a
         trial goes on, unless there are none any more."""
-        now, promotions = self.promotions.now, self.promotions
-        if self._canary is None and (now.trial is not None or now.hold):
-            promotions.serves(now.live)
-        if now.intent is None:
-            return
-        with promotions.state.transaction():
-            promotions.undone()
-            self._record("interrupted", now.intent, "the trainer ended between commits")
+        now, pointer = self.pointer.now, self.pointer
+        if now.intent is not None:
+            with pointer.state.transaction():
+                pointer.undo_commit()
+                self._record("interrupted", now.intent, "the trainer ended between commits")
+        if self._trials is None and now.on_trial:
+            pointer.go_live(now.live)
 
-    def _drop_staged(self) -> None:
-        with self._handover:
-            staged, self._staged = self._staged, None
+    def _drop_staged(self, until: float) -> None:
+        with self.committing(until):
+            self._abort_staged()
+
+    def _abort_staged(self) -> None:
+        """Abort what waits for a commit. ``_commit_lock`` is held."""
+        staged, self._staged = self._staged, None
         self._abort(staged)
 
     def _abort(self, staged: PublishResult | None) -> None:
@@ -491,10 +422,10 @@ class Publisher:
 
     def _record(self, event: str, version: int, reason: str = "") -> None:
         """An event of the transaction under way, counted once that is on disk."""
-        self.promotions.state.events.note(event, draft_version=version, reason=reason)
-        self.promotions.state.after_commit(lambda: self.counters.published(event))
+        self.pointer.state.events.note(event, draft_version=version, reason=reason)
+        self.pointer.state.after_commit(lambda: self.counters.published(event))
 
     def _note(self, event: str, version: int, reason: str) -> None:
         self.counters.published(event)
-        self.promotions.state.events.note(event, draft_version=version, reason=reason)
+        self.pointer.state.events.note(event, draft_version=version, reason=reason)
         logger.warning("draft %d, %s: %s", version, event, reason)

@@ -18,12 +18,11 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from draft_trainer.releases.canary import AcceptanceWatch
 from draft_trainer.releases.client import Failure, RolloutClient
-from draft_trainer.releases.commits import put_on, stage_on
-from draft_trainer.releases.fleet import ASLEEP
+from draft_trainer.releases.commits import put_on, stage_version_on
+from draft_trainer.releases.fleet import ASLEEP, STAGES_AT_ONCE
 from draft_trainer.releases.publisher import Publisher
-from draft_trainer.releases.spread import FAN_OUT
+from draft_trainer.releases.watch import AcceptanceWatch
 from slipstream.errors import RefusedError
 from slipstream.v1 import rollout_server_pb2 as pb
 
@@ -32,10 +31,6 @@ logger = logging.getLogger(__name__)
 PACE_SECONDS, MOST_PACE_SECONDS = 0.05, 1.0
 """Least time between two looks at a trial, however many servers report; more where looks take long,
 up to the second."""
-
-MOST_AT_ONCE = 8
-"""Servers that are put right in one round, and ``FAN_OUT`` more for each that has its release: of a
-fleet that restarts as a whole, the first ones get it from the trainer, the others from them."""
 
 MOST_RECOMMITS = 2
 """Of one release on a server that serves nothing acceptable with it."""
@@ -121,7 +116,7 @@ class Reconciler:
         Does nothing while a publish is under way; that one sees to the fleet itself.
         """
         self._give_up = None
-        with self._publisher.at_rest() as waiting:
+        with self._publisher.try_pause() as waiting:
             if waiting is not None:
                 self._reconcile(waiting)
         if self._give_up is not None:
@@ -152,24 +147,26 @@ class Reconciler:
         for address in list(self._diverged):
             if address not in states:
                 del self._diverged[address]
-        given_up, judged = set(), publisher.promotions.now.judged
+        given_up, live = set(), publisher.pointer.now.live
+        blaming, serving = dict[str, str](), 0
         for address, state in states.items():
             if not isinstance(state, Failure):
                 text, version = self._compare(address, state), state.draft_version
-                recommits = self._recommits[address, version]
-                if _blames_draft(text) and recommits >= MOST_RECOMMITS:
+                serving += version == live
+                if _blames_draft(text) and self._recommits[address, version] >= MOST_RECOMMITS:
                     given_up.add(address)
-                    if version == judged:
-                        self._give_up = (version, f"{address}, again: {text}")
-        self._expect(states)
+                    if version == live:
+                        blaming[address] = text
+        # A server that most others contradict is broken itself: it stays not ready.
+        if 2 * len(blaming) > serving:
+            self._give_up = (live, "; ".join(f"{a}, again: {t}" for a, t in blaming.items()))
+        self._tell_those_behind(states)
         now = time.monotonic()
-        reached = {a for a, state in states.items() if not isinstance(state, Failure)}
-        diverged = [address for address in self._diverged if address in reached]
-        most = MOST_AT_ONCE + FAN_OUT * (len(reached) - len(diverged))
-        late = [address for address in diverged if self._diverged[address].not_before <= now]
+        reached = [a for a in self._diverged if not isinstance(states[a], Failure)]
+        late = [address for address in reached if self._diverged[address].not_before <= now]
         # One that sleeps is put right when it wakes up: no try before that counts.
         left = given_up | {address for address in late if ASLEEP in self._diverged[address].text}
-        due = [address for address in late if address not in left][:most]
+        due = [address for address in late if address not in left][:STAGES_AT_ONCE]
         # A sync may have committed since they were looked at.
         stale = [address for address in due if self._diverged[address].reason != "not_ready"]
         for address, state in fleet.each(lambda client: client.state(), stale).items():
@@ -183,30 +180,30 @@ class Reconciler:
                 states[address] = answer
         self._count(states)
 
-    def _expect(self, states: Mapping[str, pb.ServerState | Failure]) -> None:
-        """With a quorum, servers on another release than wanted are not ready until they have it:
-        those that missed the publish, and were not reached when it ended."""
+    def _tell_those_behind(self, states: Mapping[str, pb.ServerState | Failure]) -> None:
+        """Servers on another release than the fleet are not ready until they have it: those that
+        missed the publish, and were not reached when it ended."""
         publisher = self._publisher
-        now = publisher.promotions.now
-        if publisher.fleet.config.quorum == 1.0:
-            return
-        behind: dict[str, tuple[int, bytes]] = {}
-        for address, found in self._diverged.items():
-            version = now.wanted_on(address)
-            sha256 = publisher.payloads.digest(version)
-            if sha256 and found.reason != "not_ready" and not isinstance(states[address], Failure):
-                behind[address] = version, sha256
-        publisher.fleet.each(lambda client: client.expect(*behind[client.address]), behind)
+        version = publisher.pointer.now.live
+        sha256 = publisher.payloads.digest(version)
+        behind = [
+            address
+            for address, found in self._diverged.items()
+            if found.reason != "not_ready" and not isinstance(states[address], Failure)
+        ]
+        if behind and sha256 is not None:
+            live = pb.FleetDraft(version=version, sha256=sha256)
+            publisher.fleet.each(lambda client: client.abort([], live), behind)
 
     def _count(self, states: Mapping[str, pb.ServerState | Failure]) -> None:
-        """Count servers that are known, reachable, ready, and on the release wanted on them."""
+        """Count servers that are known, reachable, ready, and on the fleet's release."""
         publisher = self._publisher
-        now, reached = publisher.promotions.now, 0
+        live, reached = publisher.pointer.now.live, 0
         ready = current = 0
-        for address, state in states.items():
+        for state in states.values():
             if not isinstance(state, Failure):
                 reached, ready = reached + 1, ready + (not state.not_ready)
-                current += publisher.payloads.is_served(state, now.wanted_on(address))
+                current += publisher.payloads.is_served(state, live)
         publisher.counters.servers = {
             **{"known": len(states), "reachable": reached},
             **{"ready": ready, "current": current},
@@ -214,7 +211,7 @@ class Reconciler:
 
     def _compare(self, address: str, state: pb.ServerState) -> str:
         """Note, and return, how a server differs from what is wanted on it; empty: it does not."""
-        wanted = self._publisher.promotions.now.wanted_on(address)
+        wanted = self._publisher.pointer.now.live
         if not self._publisher.payloads.is_served(state, wanted):
             same = state.draft_version == wanted
             reason = "other_content" if same else "other_version"
@@ -231,15 +228,15 @@ class Reconciler:
     def _put_right(self, client: RolloutClient) -> pb.ServerState | Failure:
         publisher = self._publisher
         payloads, fleet, counters = publisher.payloads, publisher.fleet, publisher.counters
-        wanted = publisher.promotions.now.wanted_on(client.address)
+        wanted = publisher.pointer.now.live
         # An id of its own, which is aborted where it fails: a sync may hold the usual one.
         self._stages += 1
         stage_id = f"draft-{wanted}-healed-{self._stages}"
-        staged = stage_on(client, wanted, payloads, stage_id, fleet, counters)
+        staged = stage_version_on(client, wanted, payloads, stage_id, fleet, counters)
         if isinstance(staged, Failure):
             return staged
-        with publisher.committed_alone():
-            now = publisher.promotions.now.wanted_on(client.address)
+        with publisher.committing():
+            now = publisher.pointer.now.live
             if now == wanted:
                 answer = client.commit([stage_id])
             else:
@@ -258,8 +255,8 @@ class Reconciler:
         if isinstance(answer, Failure):
             logger.warning("%s %s; next try in %.0f s: %s", address, found.text, wait, answer.text)
             return
-        wanted, text = publisher.promotions.now.wanted_on(address), f"{address} {found.text}"
-        publisher.promotions.state.events.note("healed", draft_version=wanted, reason=text)
+        wanted, text = publisher.pointer.now.live, f"{address} {found.text}"
+        publisher.pointer.state.events.note("healed", draft_version=wanted, reason=text)
         logger.warning("%s was put on draft %d again: it %s", address, wanted, found.text)
 
     def _run(self) -> None:
@@ -275,8 +272,7 @@ class Reconciler:
                         self._count(self._publisher.fleet.states())
                     if time.monotonic() >= measure_at:
                         measure_at = time.monotonic() + MEASURE_SECONDS
-                        if self._publisher.measure():
-                            self._publish(held=True)
+                        self._publisher.measure()
                     due = time.monotonic() + (self._seconds or LOOK_SECONDS)
                     if time.monotonic() >= self._unpublished.not_before:
                         self._released.set()
@@ -296,10 +292,10 @@ class Reconciler:
             revision = self._watch.wait_beyond(revision, max(0.0, due - time.monotonic()))
             self._stopping.wait(max(PACE_SECONDS, pace))
 
-    def _publish(self, held: bool = False) -> None:
-        """Publish what is promoted, where no sync does; or what was live and was held back."""
-        now, on = self._publisher.promotions.now, self._publisher.fleet.config.on
-        if now.waits or now.promoted == now.live or not (held or on == "promotion"):
+    def _publish(self) -> None:
+        """Publish what is promoted, where no sync does."""
+        now, on = self._publisher.pointer.now, self._publisher.fleet.config.on
+        if now.promoted == now.live or on != "promotion":
             self._unpublished = Divergence()
             return
         if self._unpublished.text != str(now.promoted):

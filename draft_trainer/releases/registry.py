@@ -26,7 +26,7 @@ from torch import Tensor
 from draft_trainer.config import DraftConfig
 from draft_trainer.drafters import DRAFTERS, Checkpoint, Draft, Drafter
 from draft_trainer.files import folder_written_whole
-from draft_trainer.releases.promotions import Promotions, read_promotion
+from draft_trainer.releases.pointer import PointerStore, read_pointer
 from draft_trainer.releases.release import (
     FILES,
     check_names,
@@ -303,7 +303,7 @@ class Registry:
             RefusedError: what says which release is served is damaged.
         """
         with self.reading() as state:
-            now = read_promotion(state)
+            now = read_pointer(state)
         manifests, uses = [], []
         for version in self.versions():
             use = release_pb2.ReleaseUse(draft_version=version, bytes=self.nbytes(version))
@@ -316,12 +316,11 @@ class Registry:
             uses.append(use)
         reasons: dict[str, Collection[int | None]] = {}
         if now is not None:
-            on_trial = None if now.trial is None else now.trial.version
             reasons = {
                 "promoted": {now.promoted},
                 "served": {now.live},
-                "previous": {*now.good, now.incumbent} - {now.live},
-                "staged": {now.intent, on_trial} - {now.live},
+                "previous": {*now.good_versions} - {now.live},
+                "staged": {now.intent},
             }
         reasons |= {
             "parent": [m.draft_version for m in manifests if m.source != _IMPORTED][-1:],
@@ -360,9 +359,9 @@ class Registry:
         with self.writing() as state:
             # Neither the pointer moves nor does a release come into use meanwhile.
             with state.lock, self._lock:
-                promotion = read_promotion(state)
+                pointer = read_pointer(state)
                 sizes = {version: self.nbytes(version) for version in self.versions()}
-                in_use = frozenset() if promotion is None else promotion.in_use
+                in_use = frozenset() if pointer is None else pointer.in_use
                 spared = {*spared, *in_use, *self._busy, max(sizes, default=0)}
                 total = sum(sizes.values())
                 for number, (version, size) in enumerate(sizes.items()):
@@ -446,7 +445,7 @@ def newest_own(registry: Registry) -> release_pb2.ReleaseManifest:
     """The newest release that was trained here, or release 0: what training goes on from.
 
     Never an imported one: the training state and the optimizer's moments are of these. A damaged
-    one is skipped with a log line: ``open_promotions`` checks what is served.
+    one is skipped with a log line: ``open_pointer`` checks what is served.
 
     Raises:
         RefusedError: release 0 is damaged, and no later one can be used.
@@ -464,15 +463,19 @@ def newest_own(registry: Registry) -> release_pb2.ReleaseManifest:
     raise AssertionError("open_registry has made release 0")
 
 
-def open_promotions(registry: Registry, run_id: Callable[[], str] = lambda: "") -> Promotions:
-    """The pointer of a registry that is held.
+def open_pointer(registry: Registry, run_id: Callable[[], str] = lambda: "") -> PointerStore:
+    """Open the pointer of a registry that is held.
 
     Raises:
-        RefusedError: what it points at is damaged or not there.
+        RefusedError: what it points at is damaged or not there; or state.db is new, while releases
+            were trained here: the fleet would go back to the initial draft.
     """
-    promotions = Promotions(registry.hold(), registry.get, run_id=run_id)
+    state = registry.hold()
+    if read_pointer(state) is None and newest_own(registry).draft_version > 0:
+        raise state.damaged("no pointer, beside releases that were trained here")
+    pointer = PointerStore(state, registry.get, run_id=run_id)
     try:
-        for version in {promotions.now.promoted, promotions.now.live}:
+        for version in {pointer.now.promoted, pointer.now.live}:
             registry.get(version)
     except RefusedError as error:
         raise RefusedError(
@@ -483,4 +486,4 @@ def open_promotions(registry: Registry, run_id: Callable[[], str] = lambda: "") 
             f"releases promote N --registry {registry.root} (or rollback)",
             error.code,
         ) from error
-    return promotions
+    return pointer

@@ -25,7 +25,6 @@ from draft_trainer.ingest.run import Runs
 from draft_trainer.ingest.store import SampleStore
 from draft_trainer.ingest.teacher import TeacherCheck
 from draft_trainer.recordings.recorder import Recorder
-from draft_trainer.releases.canary import AcceptanceWatch, Canary
 from draft_trainer.releases.fleet import Fleet
 from draft_trainer.releases.gate import Gate
 from draft_trainer.releases.imports import Imports
@@ -34,9 +33,11 @@ from draft_trainer.releases.reconcile import Reconciler
 from draft_trainer.releases.registry import (
     Registry,
     newest_own,
-    open_promotions,
+    open_pointer,
     open_registry,
 )
+from draft_trainer.releases.trial import Trials
+from draft_trainer.releases.watch import AcceptanceWatch
 from draft_trainer.server.metrics import trainer_registry
 from draft_trainer.server.service import (
     SERVICE,
@@ -97,7 +98,7 @@ class TrainerServer:
         newest = newest_own(registry)
         self._counters.newest_release = newest.draft_version
         state = registry.hold()
-        self._promotions = open_promotions(registry, self._run_id)
+        self._pointer = open_pointer(registry, self._run_id)
         # Before anything else is written: the disk may be full, and the bounds lowered to free it.
         registry.retain(config.draft)
         head = registry.drafter.read(registry.path(newest.draft_version)).draft()
@@ -152,7 +153,7 @@ class TrainerServer:
             self._store,
             ingest,
             registry,
-            self._promotions,
+            self._pointer,
             state,
             fleet_view,
             self._watch,
@@ -162,23 +163,23 @@ class TrainerServer:
         self.publisher = Publisher(
             self._fleet,
             registry,
-            self._promotions,
+            self._pointer,
             self._counters,
-            Canary(
+            Trials(
                 *(config.canary, lambda: self._fleet.drafting()[0], self._watch),
                 run=lambda: self.runs.current,
             )
-            if config.canary.share
+            if config.canary.enabled
             else None,
         )
         self._reconciler = Reconciler(self.publisher, self._watch)
-        gate = Gate(config, registry, self._promotions, self._counters, self._fleet.drafting)
+        gate = Gate(config, registry, self._pointer, self._counters, self._fleet.drafting)
         self.loop = TrainingLoop(
             learner,
             states,
             resumed,
             self.runs,
-            *(config, registry, gate, self._promotions, economy),
+            *(config, registry, gate, self._pointer, economy),
             self._counters,
             arrived,
             on_release=self._reconciler.released,
@@ -194,7 +195,7 @@ class TrainerServer:
             registry,
             self.publisher,
             Imports(
-                *(registry, self.runs, gate, self._promotions, config.draft),
+                *(registry, self.runs, gate, self._pointer, config.draft),
                 on_promoted=self._reconciler.released,
             ),
             self._status,
@@ -212,7 +213,7 @@ class TrainerServer:
         """Serve, train and publish until ``stop``."""
         self._status.events.note(
             "trainer_started",
-            draft_version=self._promotions.now.promoted,
+            draft_version=self._pointer.now.promoted,
             policy_version=self._policy_version(),
             reason=f"version {code_version()}",
         )

@@ -215,13 +215,6 @@ def _release(status: TrainerStatus, config: TrainerConfig) -> Found:
     if not status.HasField("promoted_release"):
         return WAITING, "no release is promoted", ""
     served = status.HasField("served_release") and status.served_release == promoted
-    if status.measuring:
-        return (
-            WAITING,
-            f"draft {promoted} is promoted; draft {status.served_release} has too little live "
-            "acceptance to compare it with, and is measured first",
-            f"send requests: {config.canary.min_drafts} verification steps are needed",
-        )
     if config.publish.rollout_servers and not served and config.publish.on == "sync":
         return (
             WAITING,
@@ -294,7 +287,8 @@ def _trial(status: TrainerStatus, config: TrainerConfig) -> Found:
     if trial.undecided:
         next_step = (
             f"send requests: {config.canary.min_drafts} verification steps of each draft are "
-            "needed (canary.min_drafts); a release that stays undecided is never rolled back to"
+            "needed (canary.min_drafts); a release that stays undecided is never rolled back to. "
+            "The draft before it is measured while it is served: draft-trainer releases rollback"
         )
         return PROBLEM, f"{found}, without a verdict: {trial.undecided}", next_step
     return WAITING, found, "keep sending requests: live acceptance decides"

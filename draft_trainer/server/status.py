@@ -18,10 +18,11 @@ from draft_trainer.counters import Counters, by_label, total
 from draft_trainer.ingest.ingest import Ingest
 from draft_trainer.ingest.run import Run, Runs, Session
 from draft_trainer.ingest.store import SampleStore
-from draft_trainer.releases.canary import AcceptanceWatch, Seen
 from draft_trainer.releases.client import Failure, drafts_wanted
-from draft_trainer.releases.promotions import Batch, Promotions, Trial
+from draft_trainer.releases.confidence import Batch
+from draft_trainer.releases.pointer import Pointer, PointerStore
 from draft_trainer.releases.registry import Registry
+from draft_trainer.releases.watch import AcceptanceWatch, Seen
 from draft_trainer.server.diagnosis import OK, PROBLEM, WAITING, ProblemLog, diagnose
 from draft_trainer.state import Events, State
 from draft_trainer.training.economy import Economy
@@ -166,7 +167,7 @@ class Status:
     store: SampleStore
     ingest: Ingest
     registry: Registry
-    promotions: Promotions
+    pointer: PointerStore
     state: State
     fleet: FleetView
     watch: AcceptanceWatch
@@ -241,12 +242,12 @@ class Status:
         """The status now."""
         counters, held = self.counters, self.store.counts()
         samples, evicted = by_label(counters.samples), by_label(counters.samples_evicted)
-        promotion, newest = self.promotions.now, counters.newest_release
+        pointer, newest = self.pointer.now, counters.newest_release
         gate = next(iter(self.state.gate_results.newest(1)), None)
-        run, trial = self.runs.current, promotion.trial
+        run = self.runs.current
         policy, run_id = (None, "") if run is None else (run.latest_policy_version, run.run_id)
         first = None if run is None else run.first_policy_version
-        served_against = self._trained_against(promotion.live, run_id)
+        served_against = self._trained_against(pointer.live, run_id)
         counted = first if served_against is None else served_against
         recent = list(self.watch.recent(WINDOW_SECONDS))
         drafted = last_minute(recent)
@@ -283,12 +284,12 @@ class Status:
             policy_registered_at=self.policy_clock.newest_at,
             newest_release=newest,
             trained_against_policy_version=self._trained_against(newest, run_id),
-            promoted_release=promotion.promoted,
-            promoted_trained_against=self._trained_against(promotion.promoted, run_id),
-            pinned=promotion.pinned,
-            served_release=promotion.live,
+            promoted_release=pointer.promoted,
+            promoted_trained_against=self._trained_against(pointer.promoted, run_id),
+            pinned=pointer.pinned,
+            served_release=pointer.live,
             served_trained_against=served_against,
-            served_at=promotion.live_at,
+            served_at=pointer.live_at,
             served_staleness=_behind(policy, counted),
             served_staleness_seconds=None
             if policy is None
@@ -296,8 +297,7 @@ class Status:
             # Gate and fleet.
             verdicts=by_label(counters.verdicts),
             last_verdict=gate,
-            trial=None if trial is None else _trial_view(trial),
-            measuring=promotion.measuring,
+            trial=_trial_view(pointer) if pointer.on_trial else None,
             servers=self._servers(drafted),
             servers_by_state=counters.servers,
             last_minute=drafted.get("", ()),
@@ -387,12 +387,10 @@ def _behind(policy: int | None, trained_against: int | None) -> int | None:
     return None if policy is None else max(0, policy - (trained_against or 0))
 
 
-def _trial_view(trial: Trial) -> console.TrialView:
+def _trial_view(now: Pointer) -> console.TrialView:
     return console.TrialView(
-        draft_version=trial.version,
-        incumbent_version=trial.incumbent,
-        servers=trial.servers,
-        others=trial.others,
-        began_at=trial.began_at,
-        undecided=trial.undecided,
+        draft_version=now.live,
+        incumbent_version=now.incumbent,
+        began_at=now.left_good_at,
+        undecided=now.undecided,
     )

@@ -24,7 +24,7 @@ from draft_trainer.drafters import Draft
 from draft_trainer.ingest.run import Run, Runs
 from draft_trainer.ingest.store import Drawn
 from draft_trainer.releases.gate import Gate
-from draft_trainer.releases.promotions import Promotions
+from draft_trainer.releases.pointer import PointerStore
 from draft_trainer.releases.registry import Registry
 from draft_trainer.training.cores import training_nice
 from draft_trainer.training.economy import Economy
@@ -53,7 +53,7 @@ class TrainingLoop:
         config: the trainer's.
         registry: where releases are written.
         gate: compares the weights with the promoted release.
-        promotions: which release is wanted.
+        pointer: which release is wanted.
         economy: whether training pays; is told what the gate found.
         counters: count steps.
         arrived: set by ingest whenever there may be new samples; cleared here only.
@@ -69,7 +69,7 @@ class TrainingLoop:
     config: TrainerConfig
     registry: Registry
     gate: Gate
-    promotions: Promotions
+    pointer: PointerStore
     economy: Economy
     counters: Counters
     arrived: threading.Event
@@ -272,7 +272,7 @@ class TrainingLoop:
             version = self._written(candidate, result, run)
         if version is not None:
             try:
-                promoted = self.promotions.offer(version, result.incumbent_version)
+                promoted = self.pointer.offer(version, result.incumbent_version)
                 how = "promoted" if promoted else "kept (pinned, or the incumbent was replaced)"
             except RefusedError as error:
                 # A full disk must not end training: the next release is offered, too.
@@ -284,7 +284,7 @@ class TrainingLoop:
         if result.HasField("gate"):
             gate = result.gate
             learner.settle(served, shares[best], gate.difference, gate.difference_half_width)
-            self.economy.compared(gate, promoted, self.promotions.now.pinned)
+            self.economy.compared(gate, promoted, self.pointer.now.pinned)
         return version
 
     def _written(self, candidate: Draft, result: release_pb2.Verdict, run: Run) -> int | None:

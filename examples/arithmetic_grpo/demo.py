@@ -263,7 +263,7 @@ def _settings(options: argparse.Namespace, seed: int, directory: Path) -> Settin
         "gate": {"newest_versions": 4, "confidence": 0.6},
         # The demo itself switches the server between old and new drafts to compare them.
         "publish": {"reconcile_s": 0, "num_speculative_tokens": DRAFT_LENGTH},
-        "canary": {"share": 0},
+        "canary": {"enabled": False},
         # The comparison needs an adapted draft, whether or not it pays in a run this short.
         "economy": {"mode": "always"},
         "recording": states if options.record else {},

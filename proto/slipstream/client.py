@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import queue
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import grpc
@@ -144,32 +143,11 @@ class _TokenMethod:
         return (*(metadata or ()), ("authorization", f"Bearer {self._token.now()}"))
 
 
-@dataclass
-class Progress:
-    """What came of a stage, whether it succeeded or not.
-
-    Attributes:
-        sent: bytes of tensors.
-        altered: sources that sent the server bytes of another hash.
-        failed: sources that did not answer it, or lacked what it needed.
-    """
-
-    sent: int = 0
-    altered: tuple[str, ...] = ()
-    failed: tuple[str, ...] = ()
-
-    def saw(self, needed: pb.StageNeeded) -> None:
-        """Take note of what the server says of its sources."""
-        self.altered = tuple(map(clean, needed.altered_sources))
-        self.failed = tuple(map(clean, needed.failed_sources))
-
-
 def stage(
     stub: pb_grpc.RolloutServerStub,
     header: pb.StageHeader,
     tensors: Mapping[str, torch.Tensor],
     *,
-    progress: Progress | None = None,
     metadata: tuple[tuple[str, str], ...] = (),
     timeout: float,
 ) -> pb.StageResult:
@@ -178,14 +156,12 @@ def stage(
     Args:
         header: with the specs of ``tensors``; or, without any, with ``transfer_update``.
         tensors: by name.
-        progress: kept up to date.
         metadata: of the call.
 
     Raises:
         grpc.RpcError: refused (see ``slipstream.errors``), unreachable or too late.
         RefusedError: the server asks for a tensor that it was not offered.
     """
-    progress = progress or Progress()
     needed: queue.SimpleQueue[Sequence[str] | None] = queue.SimpleQueue()
 
     def requests() -> Iterator[pb.StageRequest]:
@@ -194,7 +170,6 @@ def stage(
         if names is None:
             return
         for chunk in chunks_of({name: tensors[name] for name in names}):
-            progress.sent += len(chunk.data)
             yield pb.StageRequest(chunk=chunk)
 
     try:
@@ -206,7 +181,6 @@ def stage(
                     raise RefusedError(
                         "needed.names", clean(unknown), "a name that was offered", "look at its log"
                     )
-                progress.saw(response.needed)
                 needed.put(names)
             else:
                 return response.staged

@@ -58,8 +58,8 @@ METHODS: Mapping[str, Role | None] = {
     ),
     **_methods(
         "RolloutServer",
-        observe="Fetch GetState WatchAcceptance",
-        operate="Stage Pull Commit Abort RollBack SetSpeculation Expect",
+        observe="GetState WatchAcceptance",
+        operate="Stage Commit Abort RollBack SetSpeculation",
     ),
     # Probes have no credentials, and learn no more than whether a port serves.
     "/grpc.health.v1.Health/Check": None,

@@ -175,7 +175,7 @@ def test_manifests_least_privilege(manifests: list[Manifest]) -> None:
                 assert pod["securityContext"]["fsGroup"] == 10001
 
 
-def test_network_policy_admits_policy_and_peers_only(
+def test_network_policy_admits_policy_only(
     manifests: list[Manifest],
 ) -> None:
     policies = {m["metadata"]["name"]: m["spec"] for m in manifests if m["kind"] == "NetworkPolicy"}
@@ -188,12 +188,8 @@ def test_network_policy_admits_policy_and_peers_only(
         if 50061 in {port["port"] for port in rule["ports"]}
         for peer in rule["from"]
     ]
-    assert callers == ["policy", "rollout-server"]
-    # They fetch releases from one another, by the names that the trainer has for them.
-    peers, names = servers["egress"]
-    (peer,) = peers["to"]
-    assert peer["podSelector"]["matchLabels"]["app.kubernetes.io/name"] == "rollout-server"
-    assert peers["ports"] == [{"port": 50061}]
+    assert callers == ["policy"]
+    (names,) = servers["egress"]
     assert {(p["port"], p["protocol"]) for p in names["ports"]} == {(53, "UDP"), (53, "TCP")}
     opened = {p["port"] for rule in policies["policy"]["ingress"] for p in rule["ports"]}
     assert opened == {trainer_config(manifests).server.metrics_port}

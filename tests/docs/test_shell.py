@@ -26,7 +26,7 @@ import grpc
 import pytest
 from safetensors.torch import load_file, save_file
 
-from draft_trainer.releases.promotions import promote_offline
+from draft_trainer.releases.pointer import promote_offline
 from draft_trainer.releases.registry import Registry
 from examples.arithmetic_grpo.make_mtp import policy_with_mtp
 from examples.arithmetic_grpo.processes import free_port

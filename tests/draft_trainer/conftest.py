@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from draft_trainer.kernels.library import using_kernels
-from draft_trainer.releases import canary, reconcile
+from draft_trainer.releases import reconcile, watch
 from draft_trainer.server.app import TrainerServer
 from tests.draft_trainer.fleet_rig import Rig
 from tests.draft_trainer.recordings import record_tiny
@@ -42,7 +42,7 @@ def trainer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[TrainerS
 @pytest.fixture
 def make_rig(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Rig]]:
     """Makes a fleet with its publisher, which is closed after the test; servers report at once."""
-    monkeypatch.setattr(canary, "INTERVAL_MS", 1)
+    monkeypatch.setattr(watch, "INTERVAL_MS", 1)
     rigs: list[Rig] = []
 
     def make(*arguments: object, **options: object) -> Rig:

@@ -13,11 +13,12 @@ import torch
 from benchmarks.publish_faults.memory_server import MemoryServer
 from draft_trainer.config import CanaryConfig, PublishConfig
 from draft_trainer.counters import _FLEET_EVENTS, Counters, by_label
-from draft_trainer.releases.canary import AcceptanceWatch, Canary
 from draft_trainer.releases.fleet import Fleet
 from draft_trainer.releases.publisher import Publisher
 from draft_trainer.releases.reconcile import Reconciler
-from draft_trainer.releases.registry import Registry, open_promotions
+from draft_trainer.releases.registry import Registry, open_pointer
+from draft_trainer.releases.trial import Trials
+from draft_trainer.releases.watch import AcceptanceWatch
 from slipstream.v1 import release_pb2
 from tests.draft_trainer.rig import write_draft
 from tests.draft_trainer.synthetic import head
@@ -53,6 +54,7 @@ class Rig:
         self.servers = [MemoryServer(self.initial) for _ in range(servers)]
         self.registry = Registry(tmp_path / "registry")
         self.registry.import_initial(self.initial)
+        open_pointer(self.registry)
         for seed in range(1, RELEASES):
             model = head(seed)
             self.registry.create(
@@ -80,7 +82,7 @@ class Rig:
             )
         )
         self.watch = AcceptanceWatch(self.fleet)
-        self.canary_config = canary or CanaryConfig(share=0.0)
+        self.canary_config = canary or CanaryConfig(enabled=False)
         self.run: Any = None
         self.restart()
 
@@ -88,12 +90,10 @@ class Rig:
         """A trainer that starts: what is on disk is read again."""
         self.registry.close()
         run_id = lambda: "" if self.run is None else self.run.run_id  # noqa: E731
-        self.promotions = open_promotions(self.registry, run_id)
-        self.canary = Canary(self.canary_config, lambda: 3, self.watch, lambda: self.run)
-        canary = self.canary if self.canary_config.share else None
-        self.publisher = Publisher(
-            self.fleet, self.registry, self.promotions, self.counters, canary
-        )
+        self.pointer = open_pointer(self.registry, run_id)
+        self.trials = Trials(self.canary_config, lambda: 3, self.watch, lambda: self.run)
+        trials = self.trials if self.canary_config.enabled else None
+        self.publisher = Publisher(self.fleet, self.registry, self.pointer, self.counters, trials)
         self.reconciler = Reconciler(self.publisher, self.watch)
 
     def forget(self) -> None:
@@ -147,7 +147,7 @@ class Rig:
 
     def events(self) -> list[tuple[str, int]]:
         """Name and release of every event."""
-        events = self.promotions.state.events.since(0)
+        events = self.pointer.state.events.since(0)
         return [(event.kind, event.draft_version) for event in events]
 
     def reachable(self, index: int) -> None:

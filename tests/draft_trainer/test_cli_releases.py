@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from draft_trainer.cli.main import main
 from draft_trainer.drafters.eagle3.checkpoint import Eagle3
 from draft_trainer.drafters.eagle3.head import Eagle3Head
-from draft_trainer.releases.promotions import promote_offline
+from draft_trainer.releases.pointer import promote_offline
 from draft_trainer.releases.registry import Registry
 from draft_trainer.server.app import TrainerServer
 from slipstream.errors import RefusedError

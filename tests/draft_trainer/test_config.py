@@ -48,6 +48,14 @@ def refused(**sections: Any) -> RefusedError:
             "greater than",
             "removed key: training.rank_timeout_s, remove it",
         ),
+        (
+            {"canary": {"share": 0.25}},
+            "canary.share",
+            "a key that was removed",
+            "max_seconds",
+            "tried on the whole fleet",
+        ),
+        ({"draft": {}, "canary": {"share": 0.25}}, "draft.initial", "", "", "removed key: canary"),
         ({"server": {"port": "50051"}}, "server.port", "'50051'", "integer", "fix"),
         ({"server": 7}, "server", "7", "a [section]", "fix"),
         (

@@ -167,10 +167,6 @@ FEW = "124 held-out anchors in 3 prompts, 200 in 4 are needed"
             *("gate", PROBLEM, FEW, "set replay.held_out_fraction to 0.17 (0.1 now)"),
         ),
         (
-            {"measuring": True, "served_release": 3},
-            *("release", WAITING, "draft 3 has too little live acceptance", "300 verification"),
-        ),
-        (
             {"last_verdict": Verdict(outcome="write_failed", reason="not written: full")},
             *("gate", PROBLEM, "full", "draft.registry"),
         ),

@@ -15,7 +15,7 @@ import torch
 from draft_trainer.drafters.policy import PolicyHead
 from draft_trainer.ingest.run import Run
 from draft_trainer.ingest.store import ARENA
-from draft_trainer.releases.promotions import Promotions
+from draft_trainer.releases.pointer import PointerStore
 from draft_trainer.releases.registry import Registry
 from draft_trainer.state import State
 from draft_trainer.training.state import StateStore
@@ -80,9 +80,9 @@ def policy_matrices(folder: Path) -> Component:
 
 def release_pointers(folder: Path) -> Component:
     state = State(folder)
-    promotions = Promotions(state, lambda version: None)
+    pointer = PointerStore(state, lambda version: None)
 
-    return Component(lambda: promotions.intends(1), lambda: promotions.now, "draft.registry")
+    return Component(lambda: pointer.begin_commit(1), lambda: pointer.now, "draft.registry")
 
 
 def test_full_disk_drops_event_and_raises_nothing(tmp_path: Path) -> None:

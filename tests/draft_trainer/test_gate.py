@@ -22,7 +22,7 @@ from draft_trainer.releases.gate import (
     student,
     surely_best,
 )
-from draft_trainer.releases.promotions import Promotions
+from draft_trainer.releases.pointer import PointerStore
 from draft_trainer.releases.registry import Registry
 from draft_trainer.training.learner import Learner
 from slipstream.errors import RefusedError
@@ -169,10 +169,10 @@ def test_gate_after_promotion_compares_with_new_release(
     for one in (before, after):
         registry.create(one, release_pb2.ReleaseManifest(), torch.float32)
     with registry.writing() as state:
-        promotions = Promotions(state, registry.get)
-        made = gate.Gate(made.config, registry, promotions, made.counters, made.drafting)
+        pointer = PointerStore(state, registry.get)
+        made = gate.Gate(made.config, registry, pointer, made.counters, made.drafting)
         passed, _ = made.judge(lambda: [after], run, None)
-        promotions.promote(1, pin=False)
+        pointer.promote(1, pin=False)
         again, _ = made.judge(lambda: [after], run, None)
     assert (passed.outcome, passed.incumbent_version) == ("passed", 0)
     assert (again.outcome, again.incumbent_version) == ("failed", 1)

@@ -193,12 +193,12 @@ def test_import_is_gated_when_asked(
         assert (newest["outcome"], newest["draft_version"]) == ("failed", "2")
         # Compared with draft 0, while an operator goes from that to draft 1.
         imports = server._service.imports
-        imports.promotions.promote(0, pin=False)
+        imports.pointer.promote(0, pin=False)
         judge = imports.gate.judge
 
         def then_the_operator(*arguments: Any) -> object:
             result = judge(*arguments)
-            imports.promotions.promote(1, pin=False)
+            imports.pointer.promote(1, pin=False)
             return result
 
         monkeypatch.setattr(imports.gate, "judge", then_the_operator)

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 from collections.abc import Callable, Iterable
 
 import pytest
 
 from draft_trainer.config import CanaryConfig
 from draft_trainer.releases import fleet, reconcile
-from draft_trainer.releases.canary import Arm, Batch, Canary, TrialResult, decide
-from draft_trainer.releases.promotions import Promotion, Trial
+from draft_trainer.releases.confidence import Arm, Batch, decide
+from draft_trainer.releases.pointer import Good, Pointer
+from draft_trainer.releases.states import ReleaseEvent
+from draft_trainer.releases.trial import TrialResult, Trials
 from rollout_server.engine import VllmEngine
 from rollout_server.standby import ASLEEP, SAME
 from tests.draft_trainer.fleet_rig import LONG, Rig
@@ -57,12 +58,12 @@ def test_draft_committed_by_other_client_starts_trial(
     commits = [len(server.commits()) for server in rig.servers]
     assert rig.publisher.promote(2, pin=False).draft_version == 2
     assert [len(server.commits()) for server in rig.servers] == commits
-    now = rig.promotions.now
-    assert (now.live, now.promoted, now.good) == (2, 2, (0,))
-    assert now.trial is not None and (now.trial.version, now.trial.incumbent) == (2, 0)
+    now = rig.pointer.now
+    assert (now.live, now.promoted, now.good_versions) == (2, 2, (0,))
+    assert now.on_trial and (now.live, now.incumbent) == (2, 0)
     assert rig.events() == [("committed", 2)]
     rig.publisher.promote(2, pin=False)
-    assert rig.promotions.now.trial == now.trial, "it is not begun again"
+    assert rig.pointer.now == now, "it is not begun again"
 
 
 def test_catching_server_up_keeps_trial(
@@ -70,12 +71,12 @@ def test_catching_server_up_keeps_trial(
 ) -> None:
     rig = make_rig(2, CanaryConfig())
     rig.publisher.promote(2, pin=False)
-    trial = rig.promotions.now.trial
+    trial = rig.pointer.now
     rig.put(0, 0)
     rig.publisher.prepare()
     assert rig.publisher.complete(0, "").changes
-    assert rig.served == [2, 2] and rig.promotions.now.trial == trial
-    assert rig.promotions.now.intent is None
+    assert rig.served == [2, 2] and rig.pointer.now == trial
+    assert rig.pointer.now.intent is None
     assert "canary_undecided" not in [name for name, _ in rig.events()]
 
 
@@ -88,71 +89,69 @@ def test_trial_result_ignored_after_concurrent_promote(
     rig.draft(0, GOOD, 2000)
     rig.publisher.promote(1, pin=False)
     rig.draft(1, RUINED, 2000)
-    real = rig.canary.result
+    real = rig.trials.result
 
-    def replaced(now: Promotion, addresses: Iterable[str]) -> object:
+    def replaced(now: Pointer, addresses: Iterable[str]) -> object:
         found = real(now, addresses)
-        assert found is not None and found.event == "canary_rolled_back"
+        assert found is not None and found.event is ReleaseEvent.FAIL
         rig.publisher.promote(2, pin=False)
         return found
 
     with monkeypatch.context() as patch:
-        patch.setattr(rig.canary, "result", replaced)
+        patch.setattr(rig.trials, "result", replaced)
         assert not rig.publisher.settle()
     assert rig.served == [2]
-    trial = rig.promotions.now.trial
-    assert trial is not None and trial.version == 2
+    assert rig.pointer.now.on_trial and rig.pointer.now.live == 2
 
 
 def test_trial_result_ignored_after_concurrent_roll_back(
     make_rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It passed on its canaries, and goes to nobody else."""
-    rig = make_rig(2, CanaryConfig(share=0.5))
+    """It passed, and was taken back by hand before that was written down."""
+    rig = make_rig(2, CanaryConfig())
     rig.publisher.promote(1, pin=False)
-    trial = rig.promotions.now.trial
-    assert trial is not None
+    now = rig.pointer.now
 
     def then_roll_back(*_: object) -> TrialResult:
         rig.publisher.roll_back("by hand")
-        return TrialResult(trial, "canary_promoted", "")
+        return TrialResult(1, now.live_at, ReleaseEvent.PASS, "")
 
-    monkeypatch.setattr(rig.canary, "result", then_roll_back)
+    monkeypatch.setattr(rig.trials, "result", then_roll_back)
     assert not rig.publisher.settle()
-    assert rig.served == [0, 0] and rig.promotions.now.good == (0,)
+    assert rig.served == [0, 0] and rig.pointer.now.good_versions == (0,)
 
 
 @pytest.mark.parametrize(
-    "found", ["canary_rolled_back", "canary_promoted", "canary_undecided", "unmeasured", "gave up"]
+    "found", [ReleaseEvent.FAIL, ReleaseEvent.PASS, ReleaseEvent.FIND_TOO_LITTLE, None]
 )
 def test_trial_result_ignored_after_concurrent_sync(
-    make_rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch, found: str
+    make_rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch, found: ReleaseEvent | None
 ) -> None:
+    """None: nothing that it drafts is accepted, and the reconciler gives it up."""
     rig = make_rig(2, CanaryConfig())
     rig.publisher.promote(1, pin=False)
-    trial = rig.promotions.now.trial
-    assert trial is not None
-    rig.promotions.offer(2)
+    live_at = rig.pointer.now.live_at
+    rig.pointer.offer(2)
     rig.publisher.prepare()
-    unmeasured = found == "unmeasured"
-    result = TrialResult(trial, "canary_undecided" if unmeasured else found, "", (), unmeasured)
-    monkeypatch.setattr(rig.canary, "result", lambda *_: result)
-    alone = rig.publisher.committed_alone
+    if found is not None:
+        result = TrialResult(1, live_at, found, "")
+        monkeypatch.setattr(rig.trials, "result", lambda *_: result)
+    alone = rig.publisher.committing
 
     def after_a_sync(*until: float) -> object:
-        monkeypatch.setattr(rig.publisher, "committed_alone", alone)
+        monkeypatch.setattr(rig.publisher, "committing", alone)
         assert rig.publisher.complete(7, rig.stage_policy(7)).draft_version == 2
         return alone(*until)
 
-    monkeypatch.setattr(rig.publisher, "committed_alone", after_a_sync)
-    if found == "gave up":
+    monkeypatch.setattr(rig.publisher, "committing", after_a_sync)
+    if found is None:
         assert not rig.publisher.roll_back("nothing is accepted", 1).changes
     else:
         assert not rig.publisher.settle()
-    now = rig.promotions.now
+    now = rig.pointer.now
     assert rig.served == [2, 2] and rig.policies == [7, 7]
-    assert (now.live, now.promoted, now.good, now.hold) == (2, 2, (0,), False)
-    assert now.trial is not None and (now.trial.version, now.trial.incumbent) == (2, 0)
+    assert (now.live, now.promoted, now.good_versions) == (2, 2, (0,))
+    assert now.on_trial and (now.live, now.incumbent) == (2, 0)
     assert rig.events()[-2:] == [("canary_undecided", 1), ("committed", 2)]
 
 
@@ -164,20 +163,20 @@ def test_sync_does_not_commit_draft_rolled_back_meanwhile(
     rig.publisher.promote(1, pin=False)
     rig.put(0, 0)
     rig.publisher.prepare()
-    rig.promotions.offer(2)
+    rig.pointer.offer(2)
     stage_id = rig.stage_policy(7)
-    alone = rig.publisher.committed_alone
+    alone = rig.publisher.committing
 
     def after_a_roll_back() -> object:
-        monkeypatch.setattr(rig.publisher, "committed_alone", alone)
+        monkeypatch.setattr(rig.publisher, "committing", alone)
         assert rig.publisher.roll_back("nothing is accepted", 1).changes
         return alone()
 
-    monkeypatch.setattr(rig.publisher, "committed_alone", after_a_roll_back)
+    monkeypatch.setattr(rig.publisher, "committing", after_a_roll_back)
     rig.publisher.complete(7, stage_id)
     assert rig.served == [0, 0] and rig.policies == [7, 7]
     assert rig.servers[0].commits()[-1] == ("policy-7",)
-    assert (rig.promotions.now.live, rig.promotions.now.promoted) == (0, 2)
+    assert (rig.pointer.now.live, rig.pointer.now.promoted) == (0, 2)
     assert rig.events()[-1] == ("canary_rolled_back", 1)
     assert [list(d.state.staged) for d in rig.servers] == [[]] * 2
 
@@ -196,7 +195,7 @@ def test_trial_ignores_drafts_from_before_it(make_rig: Callable[..., Rig]) -> No
         rig.draft(1, GOOD, 1000)
         if rig.publisher.settle():
             break
-    assert rig.served == [1] and rig.promotions.now.good == (0, 1)
+    assert rig.served == [1] and rig.pointer.now.good_versions == (0, 1)
 
 
 @pytest.mark.parametrize("tried", [60, 140], ids=["fewer steps", "more steps"])
@@ -227,19 +226,15 @@ def test_trial_splits_error_rate_between_both_sides() -> None:
         def since(self, version: int, addresses: Iterable[str], begin: float) -> list[Batch]:
             return [worse] * count
 
-    class Fleet:
-        addresses = ()
-
     def result(figures: tuple[Batch, ...]) -> TrialResult | None:
-        trial = Trial(1, 0, began_at=1e12)
-        now = Promotion(1, 1, (0,), trial=trial, figures=figures, figures_at=1e12)
-        return canary.result(now, Fleet())  # type: ignore[arg-type]
+        now = Pointer(1, 1, (Good(0),), left_good_at=1e12, figures=figures, figures_at=1e12)
+        return trials.result(now, ())
 
-    canary = Canary(config, lambda: 3, Watch())  # type: ignore[arg-type]
+    trials = Trials(config, lambda: 3, Watch())  # type: ignore[arg-type]
     assert result((good,) * count) is None
     count *= 2
     found = result((good,) * count)
-    assert found is not None and found.event == "canary_rolled_back"
+    assert found is not None and found.event is ReleaseEvent.FAIL
 
 
 @pytest.mark.parametrize("what", ["another release", "the same"])
@@ -248,10 +243,10 @@ def test_heal_commits_release_wanted_after_staging(
 ) -> None:
     """While a server stages the release again, a sync commits another one on the fleet."""
     rig.publisher.promote(1, pin=False)
-    rig.promotions.offer(2)
+    rig.pointer.offer(2)
     rig.publisher.prepare()
     rig.servers[0].read_back("differs")
-    real = reconcile.stage_on
+    real = reconcile.stage_version_on
 
     def staged(*arguments: object) -> object:
         answer = real(*arguments)  # type: ignore[arg-type]
@@ -259,7 +254,7 @@ def test_heal_commits_release_wanted_after_staging(
             rig.publisher.complete(0, "")
         return answer
 
-    monkeypatch.setattr(reconcile, "stage_on", staged)
+    monkeypatch.setattr(reconcile, "stage_version_on", staged)
     rig.heal()
     assert rig.served == ([2, 2, 2] if what == "another release" else [1, 1, 1])
     left = [i for d in rig.servers for i in d.state.staged if "healed" in i]
@@ -267,7 +262,7 @@ def test_heal_commits_release_wanted_after_staging(
 
 
 def test_sync_during_reconcile_is_no_divergence(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    rig.promotions.offer(1)
+    rig.pointer.offer(1)
     rig.publisher.prepare()
     real = rig.fleet.states
 
@@ -287,22 +282,25 @@ def test_sync_during_reconcile_is_no_divergence(rig: Rig, monkeypatch: pytest.Mo
 def test_stage_taken_by_sync_is_no_stray(
     rig: Rig, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
-    rig.promotions.offer(1)
+    rig.pointer.offer(1)
     rig.publisher.prepare()
-    intends = rig.promotions.intends
+    begin_commit = rig.pointer.begin_commit
+    promoting = threading.Thread(target=rig.publisher.promote, args=(2, False))
 
     def meanwhile(version: int) -> None:
-        with monkeypatch.context() as patch:
-            patch.setattr(rig.promotions, "intends", intends)
-            if what == "a repair":
-                rig.heal()
-            else:
-                rig.publisher._stage(2)
-        intends(version)
+        monkeypatch.setattr(rig.pointer, "begin_commit", begin_commit)
+        if what == "a repair":
+            rig.heal()
+        else:
+            promoting.start()
+        begin_commit(version)
 
-    monkeypatch.setattr(rig.promotions, "intends", meanwhile)
+    monkeypatch.setattr(rig.pointer, "begin_commit", meanwhile)
     assert rig.publisher.complete(7, rig.stage_policy(7)).draft_version == 1
-    assert rig.served == [1, 1, 1] and rig.policies == [7, 7, 7]
+    assert rig.policies == [7, 7, 7] and rig.servers[0].commits() == [("draft-1", "policy-7")]
+    if what == "another publish":
+        promoting.join(LONG)
+    assert rig.served == ([1, 1, 1] if what == "a repair" else [2, 2, 2])
     # What is left of a sync that ended is one again.
     rig.heal()
     assert [list(d.state.staged) for d in rig.servers] == [[]] * 3
@@ -318,20 +316,25 @@ def test_failed_heal_leaves_nothing_staged(rig: Rig) -> None:
     assert list(rig.servers[0].state.staged) == []
 
 
+@pytest.mark.parametrize("servers", [1, 2, 4])
 def test_unaccepted_release_is_recommitted_twice_at_most(
-    make_rig: Callable[..., Rig],
+    make_rig: Callable[..., Rig], servers: int
 ) -> None:
-    rig = make_rig(2, CanaryConfig())
+    """It is rolled back where most servers say so: one that the others contradict is broken."""
+    rig = make_rig(servers, CanaryConfig())
     rig.publisher.promote(1, pin=False)
     bad = rig.servers[0]
     for turn in range(4):
         if bad.state.draft_version == 1:
             bad.accept_nothing()
         rig.heal()
-        assert rig.served == ([1, 1] if turn < 2 else [0, 0])
+        assert rig.served == [0 if turn >= 2 and servers == 1 else 1] * servers
     assert sum("healed" in ids[0] for ids in bad.commits()) == 2
-    assert rig.events()[-1] == ("canary_rolled_back", 1)
-    assert rig.promotions.now.promoted == 0
+    if servers == 1:
+        assert rig.events()[-1] == ("canary_rolled_back", 1)
+        assert rig.pointer.now.promoted == 0
+    else:
+        assert bad.state.not_ready and rig.counters.servers["ready"] == servers - 1
 
 
 def test_unaccepted_old_draft_does_not_block_heal(
@@ -350,33 +353,12 @@ def test_unaccepted_old_draft_does_not_block_heal(
     rig.assert_live(1)
 
 
-def test_trial_goes_on_while_incumbent_accepts_nothing(
-    make_rig: Callable[..., Rig],
-) -> None:
-    rig = make_rig(4, CanaryConfig(share=0.25))
-    bad = max(rig.servers, key=lambda server: server.address)
-    for _ in range(3):
-        bad.accept_nothing()
-        rig.heal()
-    rig.publisher.promote(1, pin=False)
-    rig.heal()
-    now = rig.promotions.now
-    assert now.trial is not None and (now.trial.version, now.promoted) == (1, 1)
-    assert sorted(rig.served) == [0, 0, 0, 1]
-    # What accepts nothing on the canaries is given up on, whatever the others find of theirs.
-    (canary,) = [server for server in rig.servers if server.address in now.canaries]
-    for _ in range(3):
-        canary.accept_nothing()
-        rig.heal()
-    assert rig.events()[-1] == ("canary_rolled_back", 1) and rig.served == [0] * 4
-
-
 def test_unaccepted_only_good_release_is_replaced_by_next(rig: Rig) -> None:
     for _ in range(3):
         rig.servers[0].accept_nothing()
         rig.heal()
     assert len(rig.servers[0].commits()) == 2
-    rig.promotions.offer(1)
+    rig.pointer.offer(1)
     rig.publisher.prepare()
     rig.heal()
     assert rig.publisher.complete(0, "").draft_version == 1
@@ -392,7 +374,7 @@ def test_lost_worker_memory_does_not_blame_draft(make_rig: Callable[..., Rig]) -
         rig.servers[0].engine.memory = "differs"
         rig.heal()
         assert rig.servers[0].state.not_ready == ""
-    assert rig.served == [1, 1] and rig.promotions.now.live == 1
+    assert rig.served == [1, 1] and rig.pointer.now.live == 1
 
 
 def test_sleeping_server_is_healed_after_wake_up(rig: Rig) -> None:
@@ -419,20 +401,17 @@ def test_sync_after_roll_back_commits_policy_alone(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rig.publisher.promote(1, pin=False)
-    rig.promotions.offer(2)
+    rig.pointer.offer(2)
     rig.publisher.prepare()
     stage_id = rig.stage_policy(7)
     sync = threading.Thread(target=rig.publisher.complete, args=(7, stage_id))
-    real = rig.promotions.roll_back
+    real = rig.pointer.roll_back
 
     def meanwhile(*arguments: bool) -> tuple[int, int]:
         sync.start()
-        deadline = time.monotonic() + LONG
-        while not rig.publisher._taken:
-            assert time.monotonic() < deadline
         return real(*arguments)
 
-    monkeypatch.setattr(rig.promotions, "roll_back", meanwhile)
+    monkeypatch.setattr(rig.pointer, "roll_back", meanwhile)
     rig.publisher.roll_back("by hand")
     sync.join(LONG)
     assert rig.served == [0, 0, 0] and rig.policies == [7, 7, 7]
@@ -442,48 +421,21 @@ def test_sync_after_roll_back_commits_policy_alone(
 def test_sync_does_not_replace_concurrent_promote(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It has taken the release that was promoted before, and commits as soon as it may."""
+    """It commits the release that was promoted before while another publish begins."""
     rig.publisher.promote(1, pin=False)
-    rig.promotions.offer(2)
+    rig.pointer.offer(2)
     rig.publisher.prepare()
     sync = threading.Thread(target=rig.publisher.complete, args=(7, rig.stage_policy(7)))
-    taken, committed = threading.Event(), threading.Event()
-    alone, drop = rig.publisher.committed_alone, rig.publisher._drop_staged
-    promote = rig.promotions.promote
+    drop = rig.publisher._drop_staged
 
-    def after_it_was_taken() -> None:
+    def after_the_sync(until: float) -> None:
         sync.start()
-        assert taken.wait(LONG)
-        drop()
+        sync.join(LONG)
+        drop(until)
 
-    def alone_in_turn(*until: float) -> object:
-        if threading.current_thread() is sync:
-            taken.set()
-            assert committed.wait(LONG)
-        return alone(*until)
-
-    def after_the_sync_if_it_may(version: int, pin: bool) -> None:
-        waits = rig.publisher._committing.locked()
-        committed.set()
-        if not waits:
-            sync.join(LONG)
-        promote(version, pin)
-
-    monkeypatch.setattr(rig.publisher, "_drop_staged", after_it_was_taken)
-    monkeypatch.setattr(rig.publisher, "committed_alone", alone_in_turn)
-    monkeypatch.setattr(rig.promotions, "promote", after_the_sync_if_it_may)
+    monkeypatch.setattr(rig.publisher, "_drop_staged", after_the_sync)
     rig.publisher.promote(0, pin=True)
     sync.join(LONG)
     assert rig.served == [0, 0, 0] and rig.policies == [7, 7, 7]
-    now = rig.promotions.now
+    now = rig.pointer.now
     assert (now.live, now.promoted, now.pinned) == (0, 0, True)
-
-
-def test_publish_waiting_for_trial_has_no_backoff(make_rig: Callable[..., Rig]) -> None:
-    rig = make_rig(4, CanaryConfig(share=0.25), on="promotion")
-    rig.publisher.promote(1, pin=False)
-    assert rig.promotions.now.canaries
-    rig.promotions.offer(2)
-    for _ in range(8):
-        rig.reconciler._publish()
-    assert rig.reconciler._unpublished.attempts == 0

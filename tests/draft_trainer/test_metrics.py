@@ -98,11 +98,11 @@ def test_metrics_every_fact_has_a_series() -> None:
 
 
 def test_metrics_of_publish_and_heal(rig: Rig) -> None:
-    assert rig.promotions.now.live_at is None
+    assert rig.pointer.now.live_at is None
     rig.publisher.promote(2, pin=False)
     rig.heal()
     assert rig.counters.servers == {"known": 3, "reachable": 3, "ready": 3, "current": 3}
-    assert rig.promotions.now.live_at is not None
+    assert rig.pointer.now.live_at is not None
     # Somebody else's commit, and a server that says that it is not ready.
     rig.put(0, 1)
     rig.servers[1].accept_nothing()

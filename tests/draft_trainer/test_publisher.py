@@ -18,7 +18,7 @@ pytestmark = pytest.mark.contract("all or none")
 
 
 def test_complete_without_prepare_commits_policy_alone(rig: Rig) -> None:
-    rig.promotions.offer(1)
+    rig.pointer.offer(1)
     assert all(
         o.committed for o in rig.publisher.complete(4, rig.stage_policy(4)).outcomes.values()
     )
@@ -29,7 +29,7 @@ def test_complete_without_prepare_commits_policy_alone(rig: Rig) -> None:
 
 
 def test_stage_failure_keeps_drafts_and_commits_policy(rig: Rig) -> None:
-    rig.promotions.offer(1)
+    rig.pointer.offer(1)
     rig.servers[1].faults.stage = True
     prepared = rig.publisher.prepare()
     assert (prepared.draft_version, prepared.changes) == (0, False)
@@ -51,7 +51,7 @@ def test_stage_failure_keeps_drafts_and_commits_policy(rig: Rig) -> None:
 
 
 def test_commit_failure_rolls_back_fleet_and_commits_policy(rig: Rig) -> None:
-    rig.promotions.offer(1)
+    rig.pointer.offer(1)
     rig.publisher.prepare()
     rig.servers[2].faults.commit = {"draft-1"}
     result = rig.publisher.complete(7, rig.stage_policy(7))
@@ -66,13 +66,13 @@ def test_commit_failure_rolls_back_fleet_and_commits_policy(rig: Rig) -> None:
         assert "draft 1 was rolled back: it failed on " + rig.servers[2].address in outcome.error
         assert outcome.state is not None and outcome.state.draft_version == 0
     assert rig.servers[2].commits() == [("draft-1", "policy-7"), ("policy-7",)]
-    assert rig.promotions.now.good == (0,)
+    assert rig.pointer.now.good_versions == (0,)
     assert fleet_events(rig.counters) == {"rolled_back": 1}
 
 
 def test_roll_back_stages_last_good_release_where_needed(rig: Rig) -> None:
     rig.publisher.promote(1, pin=False)
-    rig.promotions.offer(2)
+    rig.pointer.offer(2)
     rig.publisher.prepare()
     rig.servers[0].faults.commit = {"draft-2"}
     # The server in the middle came back with another draft while the publish ran.
@@ -86,7 +86,7 @@ def test_roll_back_stages_last_good_release_where_needed(rig: Rig) -> None:
 
 
 def test_lost_answer_is_settled_by_server_state(rig: Rig) -> None:
-    rig.promotions.offer(1)
+    rig.pointer.offer(1)
     rig.publisher.prepare()
     rig.servers[0].faults.lose_answer = True
     result = rig.publisher.complete(7, rig.stage_policy(7))
@@ -102,7 +102,7 @@ def test_lost_answer_of_server_without_draft_rolls_back(rig: Rig) -> None:
     result = rig.publisher.promote(2, pin=False)
     assert (result.draft_version, result.changes) == (1, False)
     assert not result.outcomes[rig.servers[1].address].draft_committed
-    assert rig.served == [1, 1, 1] and rig.promotions.now.live == 1
+    assert rig.served == [1, 1, 1] and rig.pointer.now.live == 1
 
 
 def test_roll_back_replaces_other_content_of_same_version(rig: Rig) -> None:
@@ -128,7 +128,7 @@ def test_failed_catch_up_of_one_server_is_no_roll_back(rig: Rig) -> None:
     outcome = result.outcomes[back.address]
     assert outcome.committed and outcome.draft_committed and outcome.error == ""
     assert "draft-1 was not committed" in result.outcomes[bad.address].error
-    assert (result.draft_version, rig.promotions.now.intent) == (1, None)
+    assert (result.draft_version, rig.pointer.now.intent) == (1, None)
     assert fleet_events(rig.counters) == {"committed": 1}
     assert rig.events() == [("committed", 1)]
 
@@ -136,7 +136,7 @@ def test_failed_catch_up_of_one_server_is_no_roll_back(rig: Rig) -> None:
 def test_publish_to_unreachable_fleet_fails(rig: Rig) -> None:
     for server in rig.servers:
         server.stop()
-    rig.promotions.offer(1)
+    rig.pointer.offer(1)
     assert not rig.publisher.prepare().changes
     result = rig.publisher.complete(7, "policy-7")
     assert result.draft_version == 0
@@ -147,7 +147,7 @@ def test_publish_to_unreachable_fleet_fails(rig: Rig) -> None:
 def test_server_without_policy_stage_gets_draft(rig: Rig) -> None:
     """Else it would be rolled back on all of them, at every sync."""
     rig.publisher.promote(1, pin=False)
-    rig.promotions.offer(2)
+    rig.pointer.offer(2)
     rig.publisher.prepare()
     stage_id = rig.stage_policy(7)
     rig.servers[0].abort(stage_id)
@@ -167,7 +167,7 @@ def test_server_without_draft_weights_is_left_out(rig: Rig, kind: str) -> None:
     assert rig.served == [0, 1, 1]
     rig.heal()
     assert rig.served == [0, 1, 1] and rig.fleet.drafting()[0] != 9
-    rig.promotions.offer(2)
+    rig.pointer.offer(2)
     rig.publisher.prepare()
     rig.publisher.complete(7, rig.stage_policy(7))
     assert rig.served == [0, 2, 2] and rig.policies == [7, 7, 7]
@@ -225,7 +225,7 @@ def test_drafting_follows_config_then_servers(rig: Rig) -> None:
 def test_policy_commit_has_longer_deadline_than_draft(make_rig: Callable[..., Rig]) -> None:
     """vLLM's own weight transfer is received within the commit."""
     rig, go = make_rig(commit_timeout_s=0.5), threading.Event()
-    rig.promotions.offer(1)
+    rig.pointer.offer(1)
     rig.publisher.prepare()
     first = rig.servers[0]
     first.faults.waits["Commit"] = go
@@ -246,4 +246,4 @@ def test_policy_commit_has_longer_deadline_than_draft(make_rig: Callable[..., Ri
     assert (result.draft_version, result.changes) == (1, True)
     assert (rig.served, rig.policies) == ([1, 1, 1], [7, 7, 7])
     assert rig.events() == [("committed", 1)]
-    assert rig.promotions.now.good == (0, 1)
+    assert rig.pointer.now.good_versions == (0, 1)

@@ -12,12 +12,13 @@ import grpc
 import pytest
 
 from draft_trainer.config import CanaryConfig
-from draft_trainer.releases import canary
-from draft_trainer.releases.promotions import HISTORY_SECONDS, promote_offline
+from draft_trainer.releases import trial, watch
+from draft_trainer.releases.pointer import promote_offline
 from draft_trainer.releases.registry import Registry
+from draft_trainer.releases.trial import HISTORY_SECONDS
 from slipstream.errors import RefusedError
 from tests.draft_trainer.fleet_rig import Rig
-from tests.draft_trainer.test_canary import GOOD, settle
+from tests.draft_trainer.test_trial import GOOD, settle
 
 MIDDLE, WORSE = [35, 20, 10], [30, 10, 3]
 
@@ -25,21 +26,21 @@ MIDDLE, WORSE = [35, 20, 10], [30, 10, 3]
 def test_promote_pins_until_promoted_without_a_pin(rig: Rig) -> None:
     result = rig.publisher.promote(2, pin=True)
     assert result.changes and rig.served == [2, 2, 2]
-    assert not rig.promotions.offer(3)
-    assert rig.promotions.now.promoted == 2
+    assert not rig.pointer.offer(3)
+    assert rig.pointer.now.promoted == 2
     assert not rig.publisher.prepare().changes
     assert not rig.publisher.promote(2, pin=False).changes
-    assert rig.promotions.offer(3)
+    assert rig.pointer.offer(3)
     assert rig.publisher.prepare().draft_version == 3
 
 
 def test_offer_replaces_only_release_it_was_compared_with(rig: Rig) -> None:
     """While the gate compared release 3 with release 0, release 2 was promoted."""
     rig.publisher.promote(2, pin=False)
-    assert not rig.promotions.offer(3, against=0)
-    assert rig.promotions.now.promoted == 2
-    assert rig.promotions.offer(3, against=2)
-    assert rig.promotions.now.promoted == 3
+    assert not rig.pointer.offer(3, against=0)
+    assert rig.pointer.now.promoted == 2
+    assert rig.pointer.offer(3, against=2)
+    assert rig.pointer.now.promoted == 3
 
 
 def test_failed_promote_changes_nothing(rig: Rig) -> None:
@@ -50,14 +51,14 @@ def test_failed_promote_changes_nothing(rig: Rig) -> None:
     rig.servers[0].faults.commit = {"draft-2"}
     assert rig.publisher.promote(2, pin=True).draft_version == 0
     assert rig.served == [0, 0, 0]
-    assert (rig.promotions.now.promoted, rig.promotions.now.pinned) == (0, False)
+    assert (rig.pointer.now.promoted, rig.pointer.now.pinned) == (0, False)
     with pytest.raises(RefusedError) as caught:
         rig.publisher.promote(99, pin=False)
     assert caught.value.code is grpc.StatusCode.NOT_FOUND
 
 
 def test_promote_replaces_what_was_prepared(rig: Rig) -> None:
-    rig.promotions.offer(1)
+    rig.pointer.offer(1)
     rig.publisher.prepare()
     rig.publisher.promote(2, pin=False)
     rig.publisher.complete(7, rig.stage_policy(7))
@@ -118,8 +119,8 @@ def test_prune_keeps_release_under_promotion(rig: Rig, monkeypatch: pytest.Monke
         patch.setattr(rig.registry, "versions", versions)
         removed = rig.registry.prune(1, keep_bytes=1)
     promoting.join(20)
-    assert 1 not in removed or rig.promotions.now.promoted == 0
-    rig.registry.get(rig.promotions.now.promoted)
+    assert 1 not in removed or rig.pointer.now.promoted == 0
+    rig.registry.get(rig.pointer.now.promoted)
 
 
 @pytest.mark.parametrize("steps", [0, 2000])
@@ -131,8 +132,8 @@ def test_figures_of_other_policy_judge_no_release(
     rig.run = SimpleNamespace(run_id="one", began=0.0)
     rig.watching()
     rig.draft(0, GOOD, 4000)
-    assert not rig.publisher.measure()
-    assert rig.promotions.now.figures_run == "one"
+    rig.publisher.measure()
+    assert rig.pointer.now.figures_run == "one"
     if what != "another run":
         rig.forget()
         rig.watching()
@@ -142,16 +143,14 @@ def test_figures_of_other_policy_judge_no_release(
     else:
         rig.run = SimpleNamespace(run_id="other", began=time.monotonic())
     rig.draft(0, WORSE, steps)
-    assert not rig.publisher.measure()
+    rig.publisher.measure()
     rig.publisher.promote(1, pin=False)
-    rig.draft(1, MIDDLE, 1000)
+    rig.draft(1, MIDDLE, 4000)
     settle(rig, 1, MIDDLE)
-    now = rig.promotions.now
-    assert now.trial is None and now.promoted == 1
-    if steps:
-        assert rig.served == [1] and now.good == (0, 1)
-    else:
-        assert rig.served == [0] and now.measuring, "it is measured first"
+    now = rig.pointer.now
+    assert rig.served == [1] and now.promoted == 1 and now.good_versions == (0, 1)
+    reason = rig.pointer.state.events.since(0)[-1].reason
+    assert ("nothing to compare with" in reason) == (not steps)
 
 
 @pytest.mark.parametrize("reopened", ["one", "other"])
@@ -163,23 +162,24 @@ def test_figures_count_until_another_run_is_opened(
     rig.run = SimpleNamespace(run_id="one", began=0.0)
     rig.watching()
     rig.draft(0, GOOD, 4000)
-    assert not rig.publisher.measure()
+    rig.publisher.measure()
     rig.run = None
     rig.forget()
     rig.watching()
     rig.draft(0, GOOD, 400)
-    assert not rig.publisher.measure()
-    now = rig.promotions.now
+    rig.publisher.measure()
+    now = rig.pointer.now
     assert sum(batch.drafts for batch in now.figures) >= 4400 and now.figures_run == "one"
     rig.run = SimpleNamespace(run_id=reopened, began=time.monotonic())
     rig.publisher.promote(2, pin=False)
-    settle(rig, 2, WORSE)
-    now = rig.promotions.now
-    assert rig.served == [0] and now.trial is None
+    rig.draft(2, WORSE, 4000)
     if reopened == "one":
-        assert not now.hold and rig.events()[-1] == ("canary_rolled_back", 2)
+        settle(rig, 2, WORSE)
+        assert rig.served == [0] and not rig.pointer.now.on_trial
+        assert rig.events()[-1] == ("canary_rolled_back", 2)
     else:
-        assert now.measuring, "it is measured first"
+        assert rig.publisher.settle() and rig.pointer.now.good_versions == (0, 2)
+        assert "nothing to compare with" in rig.pointer.state.events.since(0)[-1].reason
 
 
 def one_passed(rig: Rig) -> None:
@@ -189,60 +189,52 @@ def one_passed(rig: Rig) -> None:
     rig.draft(0, GOOD, 6000)
     rig.publisher.promote(1, pin=False)
     settle(rig, 1)
-    assert rig.promotions.now.good == (0, 1)
-    assert not rig.publisher.measure()
+    assert rig.pointer.now.good_versions == (0, 1)
+    rig.publisher.measure()
 
 
 @pytest.mark.parametrize("what", ["a day later", "another run"])
 def test_release_rolled_back_by_hand_is_not_served_again(
     make_rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
-    """Not to be measured either, where nothing is known to compare the next release with."""
+    """Nor is the next one held up where nothing is known to compare it with."""
     rig = make_rig(1, CanaryConfig())
     one_passed(rig)
     if what == "a day later":
         tomorrow = time.time() + 86_400
         monkeypatch.setattr(time, "time", lambda: tomorrow)
     assert rig.publisher.roll_back("by hand").draft_version == 0
-    now = rig.promotions.now
-    assert (now.trial is None) == (what == "a day later")
-    assert now.incumbent == (0 if now.trial is None else 1)
+    now = rig.pointer.now
+    assert not now.on_trial and now.incumbent == 0
     if what == "another run":
         rig.run = SimpleNamespace(run_id="other", began=time.monotonic())
-    rig.draft(0, GOOD, 1000)
+    rig.draft(0, GOOD, 6000)
     rig.publisher.promote(2, pin=False)
-    rig.draft(2, GOOD, 1000)
     settle(rig, 2)
-    now = rig.promotions.now
-    assert rig.served == [2] and now.good == (0, 2)
-    assert now.trial is None and not now.hold
+    now = rig.pointer.now
+    assert rig.served == [2] and now.good_versions == (0, 2)
+    assert not now.on_trial
 
 
-@pytest.mark.parametrize("how", ["roll back", "promote"])
-def test_trial_of_good_release_ends_without_incumbent_figures(
-    make_rig: Callable[..., Rig], how: str
-) -> None:
+def test_trial_of_good_release_ends_without_incumbent_figures(make_rig: Callable[..., Rig]) -> None:
     """A run begins before there is a verdict on what an operator went back to."""
     rig = make_rig(1, CanaryConfig())
     one_passed(rig)
-    if how == "roll back":
-        rig.publisher.roll_back("by hand")
-    else:
-        rig.publisher.promote(0, pin=False)
-    trial = rig.promotions.now.trial
-    assert trial is not None and (trial.version, trial.incumbent) == (0, 1)
+    rig.publisher.promote(0, pin=False)
+    now = rig.pointer.now
+    assert now.on_trial and (now.live, now.incumbent) == (0, 1)
     rig.run = SimpleNamespace(run_id="other", began=time.monotonic())
     rig.draft(0, WORSE, 1000)
     assert rig.publisher.settle()
-    now = rig.promotions.now
-    assert rig.served == [0] and now.incumbent == 0 and now.trial is None and not now.hold
+    now = rig.pointer.now
+    assert rig.served == [0] and now.incumbent == 0 and not now.on_trial
     assert rig.events()[-1] == ("canary_promoted", 0)
 
 
 def test_release_replacing_damaged_one_needs_no_trial(
     make_rig: Callable[..., Rig],
 ) -> None:
-    """The fleet cannot go back to what is damaged, to measure it."""
+    """The fleet cannot go back to what is damaged."""
     rig = make_rig(1, CanaryConfig())
     one_passed(rig)
     path = rig.root / "release-000001" / "config.json"
@@ -252,11 +244,11 @@ def test_release_replacing_damaged_one_needs_no_trial(
     rig.run = SimpleNamespace(run_id="other", began=time.monotonic())
     rig.forget()
     rig.heal()
-    now = rig.promotions.now
-    assert rig.served == [2] and (now.incumbent, now.trial) == (2, None)
+    now = rig.pointer.now
+    assert rig.served == [2] and now.incumbent == 2 and not now.on_trial
     rig.publisher.promote(3, pin=False)
-    trial = rig.promotions.now.trial
-    assert trial is not None and (trial.version, trial.incumbent) == (3, 2)
+    now = rig.pointer.now
+    assert now.on_trial and (now.live, now.incumbent) == (3, 2)
 
 
 def test_figures_from_before_restart_are_taken_over_once(
@@ -268,21 +260,22 @@ def test_figures_from_before_restart_are_taken_over_once(
     def pass_by(seconds: float) -> None:
         # For the trainer alone: the server, in this process, would end the call that it reads.
         later = SimpleNamespace(monotonic=lambda: clock() + seconds, time=time.time)
-        monkeypatch.setattr(canary, "time", later)
+        for module in (trial, watch):
+            monkeypatch.setattr(module, "time", later)
 
     rig.watching()
     rig.draft(0, GOOD, 4000)
-    assert not rig.publisher.measure()
+    rig.publisher.measure()
     rig.forget()
     rig.watching()
     pass_by(0.7 * HISTORY_SECONDS)
     rig.publisher.promote(1, pin=False)
     rig.publisher.roll_back("by hand")
-    assert sum(batch.drafts for batch in rig.promotions.now.figures) >= 4000
+    assert sum(batch.drafts for batch in rig.pointer.now.figures) >= 4000
     pass_by(1.4 * HISTORY_SECONDS)
     rig.draft(0, WORSE, 400)
-    assert not rig.publisher.measure()
-    assert sum(batch.drafts for batch in rig.promotions.now.figures) == 400
+    rig.publisher.measure()
+    assert sum(batch.drafts for batch in rig.pointer.now.figures) == 400
 
 
 def test_trial_ignores_drafts_of_previous_run(make_rig: Callable[..., Rig]) -> None:
@@ -291,13 +284,13 @@ def test_trial_ignores_drafts_of_previous_run(make_rig: Callable[..., Rig]) -> N
     rig.run = SimpleNamespace(run_id="one", began=0.0)
     rig.watching()
     rig.draft(0, GOOD, 4000)
-    assert not rig.publisher.measure()
+    rig.publisher.measure()
     rig.publisher.promote(1, pin=False)
     rig.draft(1, GOOD, 600)
-    trial = rig.promotions.now.trial
+    before = rig.pointer.now
     rig.run = SimpleNamespace(run_id="other", began=time.monotonic())
     assert not rig.publisher.settle()
-    assert rig.served == [1] and rig.promotions.now.trial == trial
+    assert rig.served == [1] and rig.pointer.now == before
 
 
 def test_figures_from_before_restart_count_for_incumbent_only(
@@ -306,14 +299,14 @@ def test_figures_from_before_restart_count_for_incumbent_only(
     rig = make_rig(1, CanaryConfig())
     rig.watching()
     rig.draft(0, GOOD, 6000)
-    assert not rig.publisher.measure()
+    rig.publisher.measure()
     rig.forget()
     rig.watching()
     rig.publisher.promote(1, pin=False)
     settle(rig, 1)
-    assert rig.promotions.now.good == (0, 1)
-    assert not rig.publisher.measure()
-    assert sum(batch.drafts for batch in rig.promotions.now.figures) == rig.seen(1)
+    assert rig.pointer.now.good_versions == (0, 1)
+    rig.publisher.measure()
+    assert sum(batch.drafts for batch in rig.pointer.now.figures) == rig.seen(1)
 
 
 def test_figures_of_replaced_release_are_dropped(
@@ -324,7 +317,7 @@ def test_figures_of_replaced_release_are_dropped(
     one_passed(rig)
     tomorrow = time.time() + 86_400
     monkeypatch.setattr(time, "time", lambda: tomorrow)
-    figures = rig.canary.figures
+    figures = rig.trials.figures
 
     def then_roll_back(*arguments: object) -> object:
         found = figures(*arguments)  # type: ignore[arg-type]
@@ -332,7 +325,7 @@ def test_figures_of_replaced_release_are_dropped(
         rig.publisher.roll_back("by hand")
         return found
 
-    monkeypatch.setattr(rig.canary, "figures", then_roll_back)
-    assert not rig.publisher.measure()
-    now = rig.promotions.now
-    assert (now.live, now.trial, now.figures) == (0, None, ())
+    monkeypatch.setattr(rig.trials, "figures", then_roll_back)
+    rig.publisher.measure()
+    now = rig.pointer.now
+    assert now.live == 0 and not now.on_trial and now.figures == ()

@@ -23,12 +23,12 @@ def rig(make_rig: Callable[..., Rig]) -> Rig:
 
 def test_a_damaged_release_is_not_promoted(rig: Rig) -> None:
     flip_bit(rig.root / "release-000002" / "model.safetensors")
-    before = rig.promotions.now
+    before = rig.pointer.now
     stages = [server.calls.copy() for server in rig.servers]
     with pytest.raises(RefusedError, match="is not the one released") as caught:
         rig.publisher.promote(2, pin=True)
     assert caught.value.code is grpc.StatusCode.DATA_LOSS
-    assert rig.promotions.now == before and rig.served == [1, 1, 1]
+    assert rig.pointer.now == before and rig.served == [1, 1, 1]
     for server, then in zip(rig.servers, stages, strict=True):
         assert not [call for call in server.calls[len(then) :] if call[0] in ("Stage", "Commit")]
     assert rig.publisher.promote(3, pin=False).changes
@@ -53,7 +53,7 @@ def test_server_texts_are_bounded_and_one_line(rig: Rig, caplog: pytest.LogCaptu
     rig.servers[0].faults.stage = evil[:4000]
     result = rig.publisher.promote(2, pin=False)
     errors = [outcome.error for outcome in result.outcomes.values()]
-    reasons = [event.reason for event in rig.promotions.state.events.since(0)]
+    reasons = [event.reason for event in rig.pointer.state.events.since(0)]
     # The hostile server logs in this process, too.
     lines = [one.getMessage() for one in caplog.records if one.name.startswith("draft_trainer")]
     for text in (*errors, *reasons, *lines):

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from draft_trainer.releases.promotions import promote_offline
-from draft_trainer.releases.registry import Registry
+from draft_trainer.releases.pointer import promote_offline
+from draft_trainer.releases.registry import Registry, open_pointer
+from draft_trainer.state import STATE_FILE
 from draft_trainer.training.state import FOLDER
 from slipstream.errors import RefusedError, StatusCode
 from tests.draft_trainer.registry_rig import create, flip, flip_bit
@@ -190,3 +191,24 @@ def test_training_goes_on_where_the_newest_release_is_damaged(tmp_path: Path) ->
             assert (position.newest_release, position.run_id) == (newest, "run"), repaired
         assert states <= {path.name for path in (config.draft.registry / FOLDER).iterdir()}
         weights.write_bytes(whole)
+
+
+@pytest.mark.parametrize("empty", [False, True])
+def test_lost_state_db_beside_trained_releases_is_refused(tmp_path: Path, empty: bool) -> None:
+    """The fleet would go back to the initial draft, without a word."""
+    registry = Registry(tmp_path)
+    create(registry, 0)
+    assert open_pointer(registry).now.live == 0, "nothing was trained here yet"
+    create(registry, 1, parent_version=0)
+    registry.close()
+    (tmp_path / STATE_FILE).unlink()
+    if empty:
+        (tmp_path / STATE_FILE).write_bytes(b"")
+    registry = Registry(tmp_path)
+    with pytest.raises(RefusedError, match="no pointer, beside releases") as caught:
+        open_pointer(registry)
+    assert "releases promote N --registry" in caught.value.next_step
+    registry.close()
+    promote_offline(registry, 1, pin=False)
+    assert open_pointer(registry).now.live == 1
+    registry.close()

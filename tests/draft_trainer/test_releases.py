@@ -11,7 +11,7 @@ import torch
 
 import slipstream
 from draft_trainer.drafters.eagle3.checkpoint import Eagle3
-from draft_trainer.releases.promotions import Promotions, Trial
+from draft_trainer.releases.pointer import PointerStore
 from draft_trainer.releases.registry import Registry, newest_own
 from slipstream.errors import RefusedError
 from slipstream.v1 import release_pb2
@@ -107,12 +107,12 @@ def test_prune_keeps_what_the_fleet_may_be_put_on(tmp_path: Path) -> None:
     for seed in range(7):
         create(registry, seed)
     with registry.writing() as state:
-        promotions = Promotions(state, registry.get)
+        pointer = PointerStore(state, registry.get)
         for good in (0, 1):
-            promotions.serves(good)
-        promotions.on_trial(Trial(3, 1, ("a:1",)))
-        promotions.promote(4, pin=True)
-        promotions.intends(5)
+            pointer.go_live(good)
+        pointer.begin_trial(3)
+        pointer.promote(4, pin=True)
+        pointer.begin_commit(5)
     # A registry that is opened again: only the newest, 6, is kept for its number.
     assert Registry(tmp_path).prune(1, keep_bytes=1) == (2,)
     assert registry.versions() == (0, 1, 3, 4, 5, 6)

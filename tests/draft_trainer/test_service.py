@@ -20,7 +20,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from benchmarks.publish_faults.memory_server import MemoryServer
 from draft_trainer.drafters.policy import PolicyHeads
 from draft_trainer.releases import fleet
-from draft_trainer.releases.promotions import Promotions
+from draft_trainer.releases.pointer import PointerStore
 from draft_trainer.releases.registry import Registry
 from draft_trainer.server import service
 from draft_trainer.server.app import TrainerServer
@@ -225,7 +225,7 @@ def test_missing_promoted_release_is_refused(tmp_path: Path) -> None:
     with running(make_config(tmp_path), train=False):
         pass
     with Registry(tmp_path / "registry").writing() as state:
-        Promotions(state, lambda version: None).promote(7, pin=False)
+        PointerStore(state, lambda version: None).promote(7, pin=False)
     with pytest.raises(RefusedError) as caught:
         TrainerServer(make_config(tmp_path))
     assert (caught.value.field, caught.value.found) == ("draft_version", "7")
@@ -235,13 +235,13 @@ def test_operator_waits_for_publish_until_deadline(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with running(make_config(tmp_path), train=False) as (server, client):
-        before = server.publisher.promotions.now
-        with monkeypatch.context() as patch, server.publisher.committed_alone():
+        before = server.publisher.pointer.now
+        with monkeypatch.context() as patch, server.publisher.committing():
             patch.setattr(service, "ANSWER_SECONDS", DEADLINE)
             for move in (client.roll_back, lambda: client.promote(0, pin=True)):
                 assert refusal(move).code is grpc.StatusCode.ABORTED
         assert refusal(client.roll_back).code is grpc.StatusCode.FAILED_PRECONDITION
-        assert server.publisher.promotions.now == before
+        assert server.publisher.pointer.now == before
         assert client.promote(0, pin=True).draft_version == 0 and client.status().pinned
 
 
@@ -256,7 +256,7 @@ def test_sync_waits_for_publish_until_deadline(
         config = make_config(tmp_path, publish=publish)
         server, client = closing.enter_context(running(config, train=False))
         client.open()
-        with monkeypatch.context() as patch, server.publisher._staged_alone():
+        with monkeypatch.context() as patch, server.publisher._publishing():
             patch.setattr(service, "ANSWER_SECONDS", DEADLINE)
             assert refusal(client.prepare).code is grpc.StatusCode.ABORTED
         assert not double.state.staged

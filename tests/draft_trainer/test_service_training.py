@@ -255,15 +255,15 @@ def test_draft_of_another_run_counts_from_first_version(
         server,
         client,
     ):
-        promotions, registry = server.loop.promotions, server.loop.registry
+        pointer, registry = server.loop.pointer, server.loop.registry
         for run_id, against in (("another", 900), ("run", 503)):
             create(registry, run_id=run_id, trained_against_policy_version=against)
         client.open()
         for version in (500, 504):
             client.announce(version)
         for release, staleness in ((1, 4), (2, 1)):
-            promotions.promote(release, pin=False)
-            promotions.serves(release)
+            pointer.promote(release, pin=False)
+            pointer.go_live(release)
             status = client.status()
             assert (status.served_release, status.served_staleness) == (release, staleness)
             assert status.HasField("promoted_trained_against") is (release == 2)
@@ -305,8 +305,8 @@ def test_release_that_cannot_be_promoted_is_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with feeding(make_config(tmp_path)) as (server, client):
-        promotions = server.loop.promotions
-        offer, asked = promotions.offer, list[tuple[int, int]]()
+        pointer = server.loop.pointer
+        offer, asked = pointer.offer, list[tuple[int, int]]()
 
         def locked_at_first(version: int, against: int) -> bool:
             asked.append((version, against))
@@ -314,7 +314,7 @@ def test_release_that_cannot_be_promoted_is_kept(
                 raise RefusedError("draft.registry", "locked", "a folder", "wait")
             return offer(version, against)
 
-        monkeypatch.setattr(promotions, "offer", locked_at_first)
+        monkeypatch.setattr(pointer, "offer", locked_at_first)
         assert train_until_released(client) == 1
         assert client.status().promoted_release == 0
         assert train_until_released(client, first_seed=40) == 2

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import hashlib
 import os
 import signal
 import sqlite3
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -18,7 +18,9 @@ import pytest
 
 from draft_trainer import state as state_module
 from draft_trainer.ingest.folder import SampleFolder
-from draft_trainer.releases.promotions import Batch, Promotion, Promotions, Trial, read_promotion
+from draft_trainer.releases.confidence import Batch
+from draft_trainer.releases.pointer import Good, Pointer, PointerStore, read_pointer
+from draft_trainer.releases.states import ReleaseState
 from draft_trainer.state import (
     GATE_RESULTS_KEPT,
     RECENT_SNAPSHOTS,
@@ -30,7 +32,6 @@ from slipstream.errors import RefusedError, StatusCode
 from slipstream.v1 import console_pb2 as pb
 from slipstream.v1 import draft_trainer_pb2, release_pb2
 
-TRIAL = Trial(3, 2, ("a:1",), ("b:1", "c:1"), 12.5, "idle")
 FIGURES = (Batch((100, 100), (80, 50)), Batch((300, 40), (220, 20)))
 
 
@@ -43,10 +44,11 @@ def state(tmp_path: Path) -> Iterator[State]:
 
 def fill(state: State) -> None:
     """Something in every table."""
-    promotions = Promotions(state, lambda version: None)
-    promotions.serves(2)
-    promotions.on_trial(TRIAL, FIGURES)
-    promotions.intends(4)
+    pointer = PointerStore(state, lambda version: None)
+    pointer.go_live(2)
+    pointer.begin_trial(3, FIGURES)
+    pointer.found_too_little("idle")
+    pointer.begin_commit(4)
     state.gate_results.add(release_pb2.Verdict(outcome="passed", draft_version=3, reason="gain"))
     state.history.add(draft_trainer_pb2.TrainerStatus(train_steps=4))
 
@@ -87,10 +89,10 @@ with state.transaction():
     killed = subprocess.run([sys.executable, "-c", script, str(tmp_path)], check=False)
     assert killed.returncode == -signal.SIGKILL
     state = State(tmp_path)
-    now = Promotions(state, lambda version: None).now
-    assert (now.promoted, now.live, now.good, now.intent) == (0, 2, (0, 2), 4)
-    assert (now.trial, now.figures, now.canaries) == (TRIAL, FIGURES, ("a:1",))
-    assert now.in_use == {0, 2, 3, 4} and now.wanted_on("a:1") == 3 and now.wanted_on("b:1") == 2
+    now = PointerStore(state, lambda version: None).now
+    assert (now.promoted, now.live, now.good_versions, now.intent) == (0, 3, (0, 2), 4)
+    assert (now.undecided, now.figures) == ("idle", FIGURES)
+    assert now.in_use == {0, 2, 3, 4}
     assert [v.reason for v in state.gate_results.newest(0)] == ["gain"]
     assert [e.kind for e in state.events.since(0)] == ["gate_passed"]
     assert [status.train_steps for status in state.history.snapshots()] == [4]
@@ -98,18 +100,18 @@ with state.transaction():
 
 
 def test_state_transaction_is_all_or_nothing(state: State) -> None:
-    promotions = Promotions(state, lambda version: None)
+    pointer = PointerStore(state, lambda version: None)
     with pytest.raises(ZeroDivisionError), state.transaction():
-        promotions.intends(1)
+        pointer.begin_commit(1)
         state.events.note("committed", draft_version=1)
-        assert promotions.now.intent == 1
+        assert pointer.now.intent == 1
         assert state.events.newest == 0
         raise ZeroDivisionError
-    assert promotions.now == Promotion(0, 0, (0,)) and state.events.since(0) == []
+    assert pointer.now == Pointer(0, 0, (Good(0),)) and state.events.since(0) == []
     with state.transaction():
-        promotions.intends(1)
+        pointer.begin_commit(1)
         state.events.note("committed", draft_version=1)
-    assert state.events.newest == 1 and promotions.now.intent == 1
+    assert state.events.newest == 1 and pointer.now.intent == 1
 
 
 def test_promotion_of_missing_release_is_refused(state: State) -> None:
@@ -117,25 +119,50 @@ def test_promotion_of_missing_release_is_refused(state: State) -> None:
         if version > 2:
             raise RefusedError("draft_version", version, "one of 0, 1, 2", "list the releases")
 
-    promotions = Promotions(state, check)
-    promotions.serves(1)
-    before = promotions.now
+    pointer = PointerStore(state, check)
+    pointer.go_live(1)
+    before = pointer.now
     for move in (
-        lambda: promotions.offer(7),
-        lambda: promotions.promote(7, pin=True),
-        lambda: promotions.intends(7),
-        lambda: promotions.serves(7),
+        lambda: pointer.offer(7),
+        lambda: pointer.promote(7, pin=True),
+        lambda: pointer.begin_commit(7),
+        lambda: pointer.go_live(7),
     ):
         with pytest.raises(RefusedError, match="found 7"):
             move()
-        assert promotions.now == before
+        assert pointer.now == before
 
 
-@pytest.mark.parametrize(("seconds", "measuring"), [(0.0, True), (-400.0, False), (400.0, False)])
-def test_clock_set_back_holds_up_no_release(seconds: float, measuring: bool) -> None:
-    """While the incumbent is measured first, nothing else is published."""
-    now = Promotion(1, 0, (0,), hold=True, live_at=time.time() - 1.0 + seconds)
-    assert now.measuring == measuring
+def test_pointer_refuses_transition_outside_the_table(state: State) -> None:
+    pointer = PointerStore(state, lambda version: None)
+    pointer.begin_commit(1)
+    before = pointer.now
+    for move in (
+        lambda: pointer.found_too_little("nothing is on trial"),
+        lambda: pointer.passed(()),
+        lambda: pointer.begin_commit(2),
+        lambda: pointer.begin_trial(0),
+    ):
+        with pytest.raises((RuntimeError, ValueError)):
+            move()
+        assert pointer.now == before
+
+
+def test_pointer_passes_each_state_of_the_table(state: State) -> None:
+    """One release, from its promotion to a roll back."""
+    pointer, found = PointerStore(state, lambda version: None), list[ReleaseState]()
+    for move in (
+        lambda: pointer.offer(1),
+        lambda: pointer.begin_commit(1),
+        lambda: pointer.begin_trial(1),
+        lambda: pointer.found_too_little("idle"),
+        lambda: pointer.passed(FIGURES, 0.97),
+        lambda: pointer.roll_back(),
+    ):
+        found.append(pointer.now.state_of(1))
+        move()
+    assert found == [*ReleaseState] and pointer.now.state_of(1) is ReleaseState.RELEASED
+    assert (pointer.now.live, pointer.now.promoted, pointer.now.good_versions) == (0, 0, (0,))
 
 
 def test_roll_back_skips_removed_releases(state: State) -> None:
@@ -145,15 +172,15 @@ def test_roll_back_skips_removed_releases(state: State) -> None:
         if version in gone:
             raise RefusedError("draft_version", version, "another", "list the releases")
 
-    promotions = Promotions(state, check)
+    pointer = PointerStore(state, check)
     for version in (1, 2, 3):
-        promotions.serves(version)
+        pointer.go_live(version)
     gone.add(2)
-    assert promotions.roll_back(trials=False) == (3, 1)
-    assert promotions.now.good == (0, 1)
+    assert pointer.roll_back() == (3, 1)
+    assert pointer.now.good_versions == (0, 1)
     gone.update((0, 1))
     with pytest.raises(RefusedError, match="found 0"):
-        promotions.roll_back()
+        pointer.roll_back()
 
 
 def test_events_are_numbered_bounded_and_escaped(
@@ -191,7 +218,7 @@ def test_gate_results_and_history_are_bounded(state: State) -> None:
 
 def test_state_db_has_one_writer_and_many_readers(tmp_path: Path) -> None:
     empty = State(tmp_path, write=False)
-    assert read_promotion(empty) is None and empty.events.since(0) == []
+    assert read_pointer(empty) is None and empty.events.since(0) == []
     assert list(tmp_path.iterdir()) == []
     writer = State(tmp_path)
     fill(writer)
@@ -200,14 +227,14 @@ def test_state_db_has_one_writer_and_many_readers(tmp_path: Path) -> None:
     assert caught.value.code is StatusCode.FAILED_PRECONDITION
     before = (tmp_path / STATE_FILE).stat()
     one, two = State(tmp_path, write=False), State(tmp_path, write=False)
-    assert read_promotion(one) == read_promotion(two) == read_promotion(writer)
+    assert read_pointer(one) == read_pointer(two) == read_pointer(writer)
     with pytest.raises(RefusedError), one.transaction():
-        Promotions(one, lambda version: None).intends(7)
+        PointerStore(one, lambda version: None).offer(7)
     two.close()
     after = (tmp_path / STATE_FILE).stat()
     assert (before.st_mtime_ns, before.st_size) == (after.st_mtime_ns, after.st_size)
-    Promotions(writer, lambda version: None).intends(7)
-    assert read_promotion(one) == read_promotion(writer)
+    PointerStore(writer, lambda version: None).offer(7)
+    assert read_pointer(one) == read_pointer(writer)
     one.close()
     writer.close()
     State(tmp_path).close()
@@ -225,7 +252,7 @@ def damage_page(path: Path) -> None:
 
 def drop_a_table(path: Path) -> None:
     with sqlite3.connect(path) as database:
-        database.execute("DROP TABLE promotion")
+        database.execute("DROP TABLE pointer")
 
 
 def ruin_a_message(path: Path) -> None:
@@ -233,13 +260,41 @@ def ruin_a_message(path: Path) -> None:
         database.execute("UPDATE gate_results SET message = x'ffff'")
 
 
-def ruin_a_list(path: Path) -> None:
+def write_pointer(path: Path, document: object, checksum: object = None) -> None:
+    """Replace the pointer, with the checksum of the new one unless another is given."""
+    if checksum is None and isinstance(document, str):
+        checksum = hashlib.sha256(document.encode()).hexdigest()
     with sqlite3.connect(path) as database:
-        database.execute("UPDATE promotion SET document = '[0,'")
+        database.execute("UPDATE pointer SET document = ?, checksum = ?", (document, checksum))
+
+
+def flip_a_bit(path: Path) -> None:
+    """Live becomes 2, which is good: a release that the fleet would be put on without a word."""
+    with sqlite3.connect(path) as database:
+        [(document, checksum)] = database.execute("SELECT document, checksum FROM pointer")
+    assert '"live":3' in document
+    write_pointer(path, document.replace('"live":3', '"live":2'), checksum)
+
+
+def ruin_a_list(path: Path) -> None:
+    write_pointer(path, "[0,")
+
+
+def write_bytes(path: Path) -> None:
+    write_pointer(path, b"\x00\xff", b"")
+
+
+def write_impossible_pointer(path: Path) -> None:
+    """A trial of a release against itself."""
+    write_pointer(path, '{"promoted":0,"live":0,"good":[{"version":0}],"left_good_at":1.0}')
 
 
 @pytest.mark.parametrize(
-    "damage", [damage_header, damage_page, drop_a_table, ruin_a_message, ruin_a_list]
+    "damage",
+    [
+        *(damage_header, damage_page, drop_a_table, ruin_a_message),
+        *(flip_a_bit, ruin_a_list, write_bytes, write_impossible_pointer),
+    ],
 )
 def test_damaged_state_db_is_refused_with_next_step(tmp_path: Path, damage) -> None:  # type: ignore[no-untyped-def]
     state = State(tmp_path)
@@ -248,7 +303,7 @@ def test_damaged_state_db_is_refused_with_next_step(tmp_path: Path, damage) -> N
     damage(tmp_path / STATE_FILE)
     with pytest.raises(RefusedError) as caught:
         found = State(tmp_path)
-        Promotions(found, lambda version: None)
+        PointerStore(found, lambda version: None)
         found.gate_results.newest(0)
     assert caught.value.field == str(tmp_path / STATE_FILE)
     assert caught.value.code is StatusCode.DATA_LOSS

@@ -12,7 +12,7 @@ import pytest
 
 from draft_trainer.cli import console
 from draft_trainer.counters import Counters
-from draft_trainer.releases import canary
+from draft_trainer.releases import watch as watches
 from draft_trainer.releases.client import Failure
 from draft_trainer.releases.fleet import Fleet
 from draft_trainer.server import status
@@ -42,9 +42,9 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 def test_acceptance_of_the_last_minute_by_server_and_release(
     clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(canary.time, "monotonic", lambda: clock.now)
-    watch = canary.AcceptanceWatch(cast(Fleet, None))
-    watch._seen = {address: deque(maxlen=canary.KEPT) for address in ("a:1", "b:1")}
+    monkeypatch.setattr(watches.time, "monotonic", lambda: clock.now)
+    watch = watches.AcceptanceWatch(cast(Fleet, None))
+    watch._seen = {address: deque(maxlen=watches.KEPT) for address in ("a:1", "b:1")}
 
     def grew(address: str, version: int, drafts: int, accepted: list[int]) -> None:
         counts = rollout_server_pb2.AcceptanceCounters(
@@ -81,10 +81,10 @@ def test_acceptance_of_the_last_minute_by_server_and_release(
     clock.now += 90
     assert last_minute() == {}
     # However much is reported, so much is kept; nothing of a server that is not followed.
-    for version in range(canary.KEPT + 100):
+    for version in range(watches.KEPT + 100):
         grew("a:1", version, 1, [1, 0, 0])
         grew("c:1", version, 1, [1, 0, 0])
-    assert len(watch._seen["a:1"]) == canary.KEPT and "c:1" not in watch._seen
+    assert len(watch._seen["a:1"]) == watches.KEPT and "c:1" not in watch._seen
 
 
 def test_staleness_counts_from_the_policys_move(clock: Clock) -> None:

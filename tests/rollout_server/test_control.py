@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from benchmarks.publish_faults.memory_server import MemoryEngine
+from rollout_server import control as control_module
 from rollout_server.acceptance import AcceptanceTracker
 from rollout_server.control import (
     ACCEPTANCE,
@@ -25,6 +26,7 @@ from rollout_server.reload import Change, Result
 from rollout_server.store import ContentStore, WeightSource
 from slipstream.errors import RefusedError
 from slipstream.tensors import spec_of
+from slipstream.v1 import rollout_server_pb2 as pb
 
 pytestmark = pytest.mark.contract("all or none")
 
@@ -310,20 +312,35 @@ async def test_repeated_commit_keeps_roll_back_target(
 @pytest.mark.anyio
 async def test_server_on_other_release_than_fleet_is_not_ready(plane: Plane) -> None:
     control = plane.control
-    control.expect(1, b"?" * 32)
+    control.left_out(pb.FleetDraft(version=1, sha256=b"?" * 32))
     assert control.not_ready == "serves draft 0, the fleet 1"
     # Whatever is committed is newer than what was said.
     await control.commit([plane.stage(DRAFT, 1)])
     assert control.not_ready == ""
-    control.expect(1, control.state().draft_sha256)
+    control.left_out(pb.FleetDraft(version=1, sha256=control.state().draft_sha256))
     assert control.not_ready == "", "it serves it"
-    control.expect(1, b"?" * 32)
+    control.left_out(pb.FleetDraft(version=1, sha256=b"?" * 32))
     assert control.not_ready == "serves another draft 1, the fleet 1", "other content"
     await control.roll_back()
     assert control.not_ready == ""
-    control.expect(2, b"")
+    control.left_out(pb.FleetDraft(version=2))
     await control.commit([plane.stage(POLICY, 4)])
     assert "fleet 2" in control.not_ready, "a policy changes nothing about it"
+
+
+@pytest.mark.anyio
+async def test_left_out_server_is_ready_when_its_trainer_falls_silent(
+    plane: Plane, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody would catch it up."""
+    control = plane.control
+    control.check_claim("one", claims=True)
+    control.left_out(pb.FleetDraft(version=1), "one")
+    assert control.not_ready == "serves draft 0, the fleet 1"
+    with monkeypatch.context() as patch:
+        patch.setattr(control_module, "CLAIM_SECONDS", 0.0)
+        assert control.not_ready == ""
+    assert control.not_ready == "serves draft 0, the fleet 1", "it is heard again"
 
 
 @pytest.mark.anyio

@@ -10,7 +10,7 @@ import pytest
 
 from draft_trainer.drafters import DRAFTERS
 from examples.arithmetic_grpo.make_mtp import first_layers, new_head, policy_with_mtp
-from rollout_server.launch import build_parser, settings_of, share_with_ray
+from rollout_server.launch import build_parser, serve, settings_of, share_with_ray
 from rollout_server.plugins import MARK
 from slipstream.errors import RefusedError
 
@@ -156,6 +156,12 @@ def test_parallel_drafting_uses_fixed_draft_length(policy_dir: Path, tmp_path: P
     assert "num_speculative_tokens_per_batch_size" not in args.speculative_config
     with pytest.raises(RefusedError, match=r"--speculation: found auto.*in parallel"):
         settings_of(build_parser().parse_args([*given, "--speculation", "auto"]))
+
+
+@pytest.mark.parametrize("given", [("--peer-ca", "ca.pem"), ("--peer-ca=ca.pem",)])
+def test_removed_option_is_refused_with_what_to_do(given: tuple[str, ...]) -> None:
+    with pytest.raises(RefusedError, match=r"--peer-ca: .*removed.*the trainer sends releases"):
+        serve(["policy", *given])
 
 
 def test_ray_workers_inherit_plugin_mark(monkeypatch: pytest.MonkeyPatch) -> None:

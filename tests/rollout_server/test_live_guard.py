@@ -12,11 +12,12 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from draft_trainer.config import CanaryConfig, PublishConfig
 from draft_trainer.counters import Counters
 from draft_trainer.drafters.eagle3.checkpoint import Eagle3
-from draft_trainer.releases.canary import AcceptanceWatch, Canary
 from draft_trainer.releases.fleet import Fleet
 from draft_trainer.releases.publisher import Publisher
 from draft_trainer.releases.reconcile import Reconciler
-from draft_trainer.releases.registry import Registry, open_promotions
+from draft_trainer.releases.registry import Registry, open_pointer
+from draft_trainer.releases.trial import Trials
+from draft_trainer.releases.watch import AcceptanceWatch
 from examples.arithmetic_grpo.sampling import held_out_problems, prompt_ids
 from slipstream.client import open_channel
 from slipstream.v1 import release_pb2
@@ -33,6 +34,7 @@ class Guarded:
     def __init__(self, server: Live, draft: Path, folder: Path) -> None:
         registry = Registry(folder)
         registry.import_initial(draft)
+        self.pointer = open_pointer(registry)
         head = Eagle3().read(registry.path(0)).draft()
         generator = torch.Generator().manual_seed(0)
         with torch.no_grad():
@@ -51,11 +53,10 @@ class Guarded:
                 reconcile_s=0.5,
             )
         )
-        self.promotions = open_promotions(registry)
         self.watch = AcceptanceWatch(self.fleet)
-        canary = Canary(CanaryConfig(), lambda: 3, self.watch)
+        trials = Trials(CanaryConfig(), lambda: 3, self.watch)
         self.counters = Counters()
-        self.publisher = Publisher(self.fleet, registry, self.promotions, self.counters, canary)
+        self.publisher = Publisher(self.fleet, registry, self.pointer, self.counters, trials)
         self.reconciler = Reconciler(self.publisher, self.watch)
         self.reconciler.start()
 
@@ -86,10 +87,10 @@ def test_forced_ruined_draft_is_rolled_back_under_load(server: Live, guarded: Gu
     with live.generating(batch) as rounds:
         until(lambda: guarded.seen(0) >= 2000, 480)
         assert guarded.publisher.promote(1, pin=True).draft_version == 1
-        until(lambda: guarded.promotions.now.live == 0 and live.state().draft_version == 0, 240)
+        until(lambda: guarded.pointer.now.live == 0 and live.state().draft_version == 0, 240)
     assert live.drafts()[1] > before
     assert fleet_events(guarded.counters)["canary_rolled_back"] == 1
-    assert not guarded.promotions.now.pinned
+    assert not guarded.pointer.now.pinned
     assert all(done == plain for done in rounds), "no request failed and no token differs"
 
 

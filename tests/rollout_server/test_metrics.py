@@ -12,7 +12,6 @@ from rollout_server.acceptance import KEPT_VERSIONS, AcceptanceTracker
 from rollout_server.control import DRAFT, POLICY, RolloutControl, Weights
 from rollout_server.draft_length import LengthChooser
 from rollout_server.metrics import FACTS, CommitCounts, Observed, RolloutCollector
-from rollout_server.peers import Peers
 from rollout_server.step_costs import MIXED, PLAIN, SPECULATIVE, StepCosts, StepSum
 from rollout_server.store import ContentStore, WeightSource
 from slipstream.errors import Refusals, StatusCode
@@ -47,7 +46,6 @@ class Server:
         observed = Observed(
             *(self.tracker, self.control, self.store, self.commits, self.costs, self.refused),
             draft_length=3,
-            peers=Peers(),
             lengths=self.chooser,
         )
         self.collector = RolloutCollector(observed, vllm="0.32.0")
