@@ -31,6 +31,7 @@ from rollout_server.plugins import API, Settings, is_active
 from rollout_server.policy_spans import PolicyVersions
 from rollout_server.served import SERVED, Served
 from rollout_server.service import ControlServer, RolloutService, refuse_shared
+from rollout_server.shared import SharedRegistry
 from rollout_server.step_costs import CostWatch, StepCosts
 from rollout_server.store import ContentStore, WeightSource, make_directory
 from rollout_server.vllm_patches import EMBEDDING
@@ -106,7 +107,7 @@ async def _start(settings: Settings, engine: VllmEngine, state: Any, args: Any) 
         API.tracker,
         commits.committed,
     )
-    API.closers.append(service.workers.close)
+    API.closers += [service.workers.close, service.shared.close]
 
     def http_started() -> bool:
         return bool(getattr(getattr(state, "server", None), "started", False))
@@ -262,7 +263,8 @@ async def control_plane(
             quantized=quantization(config, policy_layout),
         ),
     }
-    return control, RolloutService(control, expected, served)
+    shared = SharedRegistry(settings.shared_registry)
+    return control, RolloutService(control, expected, served, shared)
 
 
 def _stage_first_draft(

@@ -27,6 +27,7 @@ from rollout_server.control import ACCEPTANCE, DRAFT, POLICY, RolloutControl, We
 from rollout_server.engine import Description
 from rollout_server.reload import Result
 from rollout_server.served import Served
+from rollout_server.shared import SharedRegistry
 from rollout_server.store import WeightSource
 from rollout_server.upload import BYTES_PER_SECOND, Upload
 from slipstream.client import TRAINER
@@ -149,12 +150,14 @@ class RolloutService(pb_grpc.RolloutServerServicer):
         control: RolloutControl,
         expected: Mapping[str, Expected],
         served: Served,
+        shared: SharedRegistry,
     ) -> None:
         self._control = control
         self._served = served
         self._expected = expected
+        self.shared = shared
         self.workers = Workers(_WORKERS, "stage")
-        self._not_prepared = ""
+        self._not_prepared = self._not_shared = ""
 
     async def Stage(
         self, request_iterator: AsyncIterator[pb.StageRequest], context: Any
@@ -171,6 +174,7 @@ class RolloutService(pb_grpc.RolloutServerServicer):
             return
         weights, upload = await self._begin(header, kind)
         with upload.opened():
+            not_shared = await self._read_shared(header, kind, upload)
             yield pb.StageResponse(needed=pb.StageNeeded(names=list(upload.missing)))
             end = time.perf_counter() + CHUNK_SECONDS + upload.needed_bytes / BYTES_PER_SECOND
             while upload.missing:
@@ -184,7 +188,9 @@ class RolloutService(pb_grpc.RolloutServerServicer):
                 else:
                     await upload.feed(request.chunk)
             self._control.add_stage(weights)
-        yield pb.StageResponse(staged=await self._prepared(weights, upload, start))
+        staged = await self._prepared(weights, upload, start)
+        staged.not_shared = not_shared
+        yield pb.StageResponse(staged=staged)
 
     async def _begin(self, header: pb.StageHeader, kind: str) -> tuple[Weights, Upload]:
         """Check what is to be staged before anything of it is sent."""
@@ -200,6 +206,16 @@ class RolloutService(pb_grpc.RolloutServerServicer):
         if not self._control.already_staged(weights):
             refuse_shared(await self._control.engine.describe(), self._served)
         return weights, Upload(tensors, weights, store, self.workers)
+
+    async def _read_shared(self, header: pb.StageHeader, kind: str, upload: Upload) -> str:
+        """Read what is missing from shared storage; why the rest has to be sent."""
+        if not header.shared_folder or kind != DRAFT or not upload.missing:
+            return ""
+        not_shared = await self.shared.fill(upload, header.shared_folder)
+        if not_shared not in ("", self._not_shared):
+            self._not_shared = not_shared
+            logger.warning("draft %d is sent, not read there: %s", header.version, not_shared)
+        return not_shared
 
     async def _prepared(self, weights: Weights, upload: Upload, start: float) -> pb.StageResult:
         not_prepared = await self._control.prepare(weights)

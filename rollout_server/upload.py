@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
 
 from rollout_server.checkpoint import check_finite
 from rollout_server.control import Weights
 from rollout_server.store import ContentStore, Key, Reservation
 from slipstream.errors import RefusedError, clean
 from slipstream.serving import Workers
-from slipstream.tensors import ChunkAssembler
+from slipstream.tensors import ChunkAssembler, verified
 from slipstream.v1 import tensor_pb2
 
 BYTES_PER_SECOND = 8 << 20
@@ -84,24 +86,34 @@ class Upload:
         assembler = self._assembler(spec)
         assembler.feed(chunk)
         if assembler.bytes_received == size:
-            await self._store_one(spec)
+            await self._store_sent(spec)
+
+    async def take(self, spec: tensor_pb2.TensorSpec, data: bytearray) -> None:
+        """Take a whole tensor that was read here. Raises as ``feed``; it is still missing then."""
+        await self._store_one(spec, lambda: verified(spec, data))
 
     async def finish(self) -> None:
         """Nothing more comes. Raises RefusedError if a tensor is short."""
         for spec in list(self.missing.values()):
-            await self._store_one(spec)
+            await self._store_sent(spec)
+
+    async def _store_sent(self, spec: tensor_pb2.TensorSpec) -> None:
+        assembler = self._assembler(spec)
+        await self._store_one(spec, lambda: assembler.finish()[spec.name])
 
     def _assembler(self, spec: tensor_pb2.TensorSpec) -> ChunkAssembler:
         if spec.name not in self._arriving:
             self._arriving[spec.name] = ChunkAssembler([spec], self._keys[spec.name].size)
         return self._arriving[spec.name]
 
-    async def _store_one(self, spec: tensor_pb2.TensorSpec) -> None:
-        key, assembler = self._keys[spec.name], self._assembler(spec)
+    async def _store_one(
+        self, spec: tensor_pb2.TensorSpec, tensor_of: Callable[[], torch.Tensor]
+    ) -> None:
+        key = self._keys[spec.name]
         written: list[Key] = []
 
         def verify_and_write() -> None:
-            tensor = assembler.finish()[spec.name]
+            tensor = tensor_of()
             check_finite(spec.name, tensor)
             self._store.write(key, tensor)
             written.append(key)

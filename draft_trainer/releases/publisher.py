@@ -63,7 +63,7 @@ class Publisher:
         self.fleet = fleet
         self.promotions = promotions
         self.counters = counters
-        self.payloads = Payloads(registry)
+        self.payloads = Payloads(registry, fleet.config.shared_registry)
         self._registry = registry
         self._canary = canary
         self._staging = threading.Lock()
