@@ -82,8 +82,10 @@ class Publisher:
         ``promote``.
         """
         with self._staged_alone(until):
-            self._drop_staged()
-            result = self._stage(self.promotions.now.promoted)
+            promoted = self.promotions.now.promoted
+            # What a sync that ended early has left is not sent again.
+            self._drop_staged(unless=promoted)
+            result = self._stage(promoted)
             with self._handover:
                 self._staged = result if result.draft is not None else None
             return result
@@ -427,10 +429,11 @@ class Publisher:
             promotions.undone()
             self._record("interrupted", now.intent, "the trainer ended between commits")
 
-    def _drop_staged(self) -> None:
+    def _drop_staged(self, unless: int | None = None) -> None:
         with self._handover:
             staged, self._staged = self._staged, None
-        self._abort(staged)
+        if staged is not None and staged.draft_version != unless:
+            self._abort(staged)
 
     def _abort(self, staged: PublishResult | None) -> None:
         if staged is not None and (stage_ids := staged.stage_ids):
