@@ -288,9 +288,9 @@ def _trial(status: TrainerStatus, config: TrainerConfig) -> Found:
         next_step = (
             f"send requests: {config.canary.min_drafts} verification steps of each draft are "
             "needed (canary.min_drafts); a release that stays undecided is never rolled back to. "
-            "The draft before it is measured while it is served: draft-trainer releases rollback"
+            "To go back to the last good one now: draft-trainer releases rollback"
         )
-        return PROBLEM, f"{found}, without a verdict: {trial.undecided}", next_step
+        return WAITING, f"{found}, without a verdict: {trial.undecided}", next_step
     return WAITING, found, "keep sending requests: live acceptance decides"
 
 
