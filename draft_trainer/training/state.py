@@ -1,9 +1,9 @@
 """Training states on disk, from which a killed run resumes with the same bits.
 
-One safetensors file per state. Its header names the format, the step, the position in the data, to
-what the state belongs, and a SHA-256 over all of that and every tensor's bytes. A file is written
-to a temporary name, fsynced and renamed, so that a kill at any instant leaves the one before. The
-training thread pays for a copy in memory only.
+One safetensors file per state. Its header names the format, the step, the position in the data,
+what the state belongs to, and a SHA-256 over all of that and every tensor's bytes. A file is
+written to a temporary name, fsynced and renamed, so that a kill at any instant leaves the one
+before. The training thread pays for a copy in memory only.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class StateStore:
 
     @property
     def free(self) -> bool:
-        """Whether no state is being written."""
+        """Return whether no state is being written."""
         return self._thread is None or not self._thread.is_alive()
 
     def write(
@@ -92,7 +92,7 @@ class StateStore:
         position: Facts,
         ready: Callable[[], None] = lambda: None,
     ) -> None:
-        """``save`` on a thread of its own, which is ``free``; the tensors must not change then.
+        """Save on a thread of its own; none may be running, and the tensors must not change.
 
         A state that cannot be written is logged as an error and dropped: training goes on.
 
@@ -111,7 +111,7 @@ class StateStore:
         self._thread.start()
 
     def wait(self, timeout: float) -> bool:
-        """Until the last ``write`` is done; False when that took ``timeout`` seconds."""
+        """Wait for the last ``write``; return False if it is not done in ``timeout`` seconds."""
         if self._thread is not None:
             self._thread.join(timeout)
         return self.free
@@ -148,7 +148,7 @@ class StateStore:
             self._path(step).unlink()
 
     def load(self) -> TrainingState | None:
-        """The newest sound state; None where none was ever saved.
+        """Read the newest sound state; None where none was ever saved.
 
         A damaged file is skipped for the one before it, with an error in the log.
 
@@ -196,7 +196,7 @@ class StateStore:
             with safe_open(path, framework="pt") as file:
                 facts = dict(file.metadata() or {})
                 digest = facts.pop("sha256", None)
-                # Before the bytes are looked at: another version may sum them differently.
+                # Before the hash is checked: another version may compute it differently.
                 if facts.get("format") == FORMAT and facts.get("version") != str(VERSION):
                     raise _unfit("version", facts.get("version"), VERSION, path)
                 # Cloned: what stays mapped would change with the file.
@@ -207,7 +207,7 @@ class StateStore:
             raise _DamagedError("its SHA-256 is not that of its content")
         found = json.loads(facts["belongs_to"])
         for name in sorted(self._belongs_to.keys() | found.keys()):
-            # A switch that is off may be one that the version which saved it did not have.
+            # A switch that is off may be missing: the version that saved it may not have had it.
             if (found.get(name) or None) != (self._belongs_to.get(name) or None):
                 raise _unfit(name, found.get(name), self._belongs_to.get(name), path)
         return TrainingState(tensors, step, json.loads(facts["position"]))
@@ -221,7 +221,7 @@ class StateStore:
 
 
 def head_facts(config: DraftShape) -> dict[str, object]:
-    """A head's configuration for ``belongs_to``."""
+    """Return a head's configuration for ``belongs_to``."""
     return {f"head.{name}": value for name, value in asdict(config).items()}
 
 
@@ -251,7 +251,7 @@ _WAIT_S = 30.0
 
 @dataclass(frozen=True)
 class Position:
-    """What a restart resumes from beside the learner's tensors.
+    """The point that a restart resumes from, beside the learner's tensors.
 
     Attributes:
         newest_release: draft version of the newest release that was made from it.
@@ -278,11 +278,11 @@ class HostCopies:
     def take(
         self, tensors: Mapping[str, Tensor], device: torch.device
     ) -> tuple[dict[str, Tensor], torch.cuda.Event | None]:
-        """Begin to copy; what was taken before is overwritten.
+        """Begin to copy tensors; the copies taken before are overwritten.
 
         Args:
             tensors: by name, on ``device`` or on the CPU; must not change before the event.
-            device: whose work so far comes before the copies.
+            device: the tensors' device; work queued there so far is done before the copies.
 
         Returns:
             The copies, whole after the event; at once if there is none.
@@ -351,7 +351,7 @@ class LearnerStates:
         state = self._store.load() if self._store else None
         if self._store is None or state is None:
             return Position(newest_release)
-        # Higher where the release after which it was saved is damaged.
+        # Higher than newest_release where the release that it was saved after is damaged.
         newest = int(state.position["newest_release"])
         if newest < newest_release:
             # Its weights are older than the release's, by more than a kill ever loses.
@@ -390,7 +390,7 @@ class LearnerStates:
         self._saved_at, self._saved_time = learner.steps, time.monotonic()
 
     def moved(self) -> None:
-        """The weights changed without a step: the last state is not theirs any more."""
+        """Note that the weights changed without a step: the last state is not theirs any more."""
         self._saved_at -= 1
 
     def save_last(self, learner: Learner, position: Position) -> None:
@@ -406,5 +406,5 @@ class LearnerStates:
             try:
                 self._on_saved(draws)
             except RefusedError as error:
-                # A full disk: the next state says it again.
+                # A full disk: the next state's draws are noted instead.
                 logger.error("the saved state was not noted: %s", error)
