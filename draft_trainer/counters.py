@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
 from slipstream.metrics import unit_of
+from slipstream.v1 import release_pb2
 
 SECONDS_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 ACKNOWLEDGEMENT_BUCKETS = (0.0005, 0.001, 0.0025, *SECONDS_BUCKETS[:-2])
@@ -46,6 +47,7 @@ class Counters:
         step_acceptance: expected acceptance at each TTT step of the last step, each in [0, 1].
         idle: whether no step is made: there is nothing to train on, or training is paused.
         training_error: why the training thread ended, or what it waits for; empty while it runs.
+        training_waits_for: the reason of the refusal that it waits out, if it does.
         servers: rollout servers when they were last asked: "known" ones, "reachable" of them, of
             these "ready" ones and "current" ones, which serve the release that they should.
         newest_release: draft version of the newest release.
@@ -57,6 +59,7 @@ class Counters:
         self.step_acceptance: tuple[float, ...] = ()
         self.idle = True
         self.training_error = ""
+        self.training_waits_for = release_pb2.REFUSAL_REASON_UNSPECIFIED
         self.servers: dict[str, int] = {}
         self.newest_release = 0
 
@@ -221,6 +224,15 @@ class Counters:
         counter.labels(label).inc()
         if event == "canary_rolled_back":
             self.roll_backs.labels("trial").inc()
+
+    def training_waits_on(self, error: str, reason: release_pb2.RefusalReason) -> None:
+        """Note the refusal that training waits out."""
+        self.training_error, self.training_waits_for = f"training waits: {error}", reason
+
+    def training_goes_on(self) -> None:
+        """Note that training waits for nothing."""
+        self.training_error = ""
+        self.training_waits_for = release_pb2.REFUSAL_REASON_UNSPECIFIED
 
     def healed(self, reason: str, done: bool) -> None:
         """Count a server that was put on the release it should serve, or a failed attempt."""

@@ -32,6 +32,7 @@ from slipstream.client import open_channel
 from slipstream.errors import RefusedError
 from slipstream.sampling import sampling_of
 from slipstream.v1 import draft_trainer_pb2_grpc as pb_grpc
+from slipstream.v1 import release_pb2
 
 logger = logging.getLogger(__name__)
 
@@ -460,7 +461,7 @@ class PolicyBridge(AbstractContextManager["PolicyBridge"]):
 
     def _refuse(self, error: RefusedError) -> None:
         # No later call can mend what the first window finds wrong with the policy itself.
-        model = error.field.split(".")[0] == "model"
+        model = error.reason == release_pb2.REFUSAL_REASON_MODEL
         self._guard.refuse(Cause.MODEL if model else Cause.CALL, error)
 
     def _window_done(self, probed: bool) -> None:

@@ -28,7 +28,7 @@ from policy_bridge.extraction import (
     without_logits,
 )
 from policy_bridge.hooks import ForwardTap
-from policy_bridge.logits import check_width, is_sharded
+from policy_bridge.logits import check_width, is_sharded, unfit
 from policy_bridge.model import PolicyModules, compiled_whole
 from policy_bridge.outbox import PRIORITIES
 from policy_bridge.selection import Candidate, Spent, bytes_per_token
@@ -234,10 +234,10 @@ class Capture:
             self.modules.check_exact()
             if any(map(is_sharded, (*states.aux, states.final, states.logits))):
                 step = "leave lm_head and the norm before it out of the tensor-parallel plan"
-                raise RefusedError("model", "a DTensor in its pass", "whole states", step)
+                raise unfit("a DTensor in its pass", "whole states", step)
             if len(devices := {str(x.device) for x in (*states.aux, states.final)}) > 1:
                 step = "load the policy without a device_map over several devices"
-                raise RefusedError("model", f"states on {sorted(devices)}", "one device", step)
+                raise unfit(f"states on {sorted(devices)}", "one device", step)
             for layer, aux in zip(self.session.aux_layers, states.aux, strict=True):
                 name, width = f"hidden state after {layer} layers", states.final.shape[-1]
                 if aux.shape[-1] != width:

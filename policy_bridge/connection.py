@@ -24,11 +24,12 @@ from policy_bridge.outbox import LOST, BlockFile, Entry, Outbox, file_bytes, fli
 from policy_bridge.session import Announcer, PolicySnapshot, Session, decode_session
 from policy_bridge.stats import Counters
 from policy_bridge.stream import StateStream
-from slipstream.errors import RefusedError, clean, refused_from
+from slipstream.errors import OVERLOADED, RefusedError, clean, refused_from
 from slipstream.shm import MemoryLostError, SharedFile, remove_stale
 from slipstream.tensors import PIECE_BYTES, SCHEMA_VERSION
 from slipstream.v1 import draft_trainer_pb2 as pb
 from slipstream.v1 import draft_trainer_pb2_grpc as pb_grpc
+from slipstream.v1 import release_pb2
 
 logger = logging.getLogger(__name__)
 
@@ -348,22 +349,23 @@ class Connection:
             self._announcer.announce(version, self._config.announce_seconds)
         except grpc.RpcError as error:
             refusal = refused_from(error)
-            field = "session_id" if refusal is None else refusal.field
+            if refusal is None:
+                raise
+            unannounced = refusal.reason == release_pb2.REFUSAL_REASON_NOT_ANNOUNCED
             # The trainer has too much to do just now, or the lead has yet to announce it.
-            later = field == "server.max_calls" or (
-                field == "lead"
-                and self._announcer.awaits_lead(version, self._config.announce_seconds)
+            later = refusal.reason == release_pb2.REFUSAL_REASON_BUSY or (
+                unannounced and self._announcer.awaits_lead(version, self._config.announce_seconds)
             )
             if later:
                 # Jitter, so that many ranks do not ask in step.
                 self._stop.wait(_TICK * self._random.uniform(0.5, 1.5))
                 return True
             # A trainer that restarted does not know the session: a new run mends that.
-            if refusal is None or field.endswith("session_id") or field.startswith("server."):
+            if refusal.reason in (release_pb2.REFUSAL_REASON_SESSION, *OVERLOADED):
                 raise
             self._record_error(refusal)
-            if field != "lead":
-                # With "lead", later samples of it may find it announced.
+            if not unannounced:
+                # Otherwise later samples of it may find it announced.
                 self._announcer.give_up(version)
             self._outbox.shed("policy_refused", version)
         else:
@@ -380,7 +382,8 @@ class Connection:
             else:
                 refusal = RefusedError.from_proto(ack.refusal)
                 shared = self._shared
-                if refusal.field == "shared_memory" and shared is not None:
+                lost = refusal.reason == release_pb2.REFUSAL_REASON_MEMORY_LOST
+                if lost and shared is not None:
                     # The file was cut short: what is still whole in it goes inline.
                     self._outbox.lose(shared, str(refusal))
                     unread.append(ack.sample_id)

@@ -17,6 +17,7 @@ from torch import nn
 
 from slipstream.errors import RefusedError
 from slipstream.sampling import LogitForm
+from slipstream.v1 import release_pb2
 
 PROBED_ROWS = 16
 """Tokens of a forward pass whose whole rows of logits are compared."""
@@ -34,6 +35,12 @@ _TOLERANCE = 2e-3
 # Far more than the log-probs of an inference engine differ from those of a training pass.
 _LOGPROB_TOLERANCE = 0.3
 _NAMED_WITHIN = 0.01
+
+
+def unfit(found: object, expected: object, next_step: str, field: str = "model") -> RefusedError:
+    """A refusal of the policy's model itself, which no later call can mend."""
+    reason = release_pb2.REFUSAL_REASON_MODEL
+    return RefusedError(field, found, expected, next_step, reason=reason)
 
 
 def is_sharded(tensor: torch.Tensor | None) -> bool:
@@ -120,7 +127,7 @@ def check_width(logits: torch.Tensor, vocab_size: int) -> None:
     if logits.shape[-1] != vocab_size:
         found, expected = f"{logits.shape[-1]} for a token", f"{vocab_size}, the rows of lm_head"
         step = "turn tensor parallelism of lm_head off; a policy that pads it cannot be captured"
-        raise RefusedError("model.logits", found, expected, step)
+        raise unfit(found, expected, step, "model.logits")
 
 
 def check_logits(
@@ -164,7 +171,7 @@ def check_logits(
         return True
     cause, step = _explain(before, theirs, tolerance, list(numbers_of(config)))
     found = f"logits that differ from it by {apart:.1%} of their norm; {cause}"
-    raise RefusedError("model.logits", found, str(form), step)
+    raise unfit(found, str(form), step, "model.logits")
 
 
 def check_logprobs(given: torch.Tensor, own: torch.Tensor) -> bool:
@@ -182,12 +189,12 @@ def check_logprobs(given: torch.Tensor, own: torch.Tensor) -> bool:
     if not len(differences):
         return False
     if (apart := float(differences.mean())) > _LOGPROB_TOLERANCE:
-        raise RefusedError(
-            "model.logits",
+        raise unfit(
             f"sampled_logprobs that are {apart:.3g} off those of the captured states on average",
             "log p(x_t | x_<t) at the window's temperature",
             "pass capture the log-probs' temperature; if it is right, the policy changes its "
             "logits after lm_head: set logit_scale or logit_soft_cap in BridgeConfig",
+            "model.logits",
         )
     return True
 

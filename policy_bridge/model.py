@@ -19,7 +19,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from policy_bridge.config import ModulePaths
-from policy_bridge.logits import form_of, is_sharded
+from policy_bridge.logits import form_of, is_sharded, unfit
 from slipstream.errors import RefusedError
 from slipstream.sampling import LogitForm
 from slipstream.v1 import draft_trainer_pb2 as pb
@@ -42,7 +42,7 @@ def unwrapped(model: nn.Module) -> Iterator[nn.Module]:
     while inner is not None:
         if type(inner).__name__ == "FullyShardedDataParallel":
             step = "shard with fully_shard, which keeps lm_head a matrix"
-            raise RefusedError("model", "FullyShardedDataParallel (FSDP1)", "FSDP2", step)
+            raise unfit("FullyShardedDataParallel (FSDP1)", "FSDP2", step)
         yield inner
         children = dict(inner.named_children())
         name = _INNER.get(type(inner).__name__)
@@ -60,7 +60,7 @@ def compiled_whole(name: str) -> RefusedError:
     """
     step = "compile each decoder layer: for layer in model.model.layers: layer.compile()"
     found = f"{name} compiled as a whole"
-    return RefusedError("model", found, "compiled layer by layer, or not compiled", step)
+    return unfit(found, "compiled layer by layer, or not compiled", step)
 
 
 def _refuse_compiled(path: list[nn.Module]) -> None:
@@ -86,7 +86,7 @@ def refuse_cuda_graphs(modules: Sequence[nn.Module]) -> None:
             found = f"{type(module).__name__} compiled with CUDA graphs"
             expected = "a mode without them"
             step = 'compile with mode="max-autotune-no-cudagraphs", or with no mode'
-            raise RefusedError("model", found, expected, step)
+            raise unfit(found, expected, step)
 
 
 def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
@@ -256,7 +256,7 @@ class PolicyModules:
                 found = f"{name} {size} of {type(module).__name__}, in train mode"
                 expected = "passes of the policy that the rollout servers sample from"
                 step = "set it to 0 (TRL: disable_dropout=True; PEFT: lora_dropout=0)"
-                raise RefusedError("model", found, expected, step)
+                raise unfit(found, expected, step)
 
     def check_unsharded(self) -> None:
         """Raise RefusedError unless lm_head and the embeddings are those found, and whole."""
@@ -270,10 +270,10 @@ class PolicyModules:
                 how = "sharded or resized after the bridge was built, or offloaded"
                 found, expected = f"{name} {list(weight.shape)}, {how}", f"the whole {list(shape)}"
                 step = "resize or fully_shard before that; ZeRO-3 and FSDP1 cannot be captured"
-                raise RefusedError("model", found, expected, step)
+                raise unfit(found, expected, step)
         if self.find_matrices() != [self.lm_head, self.embed_tokens]:
             found = "another lm_head or other embeddings than when the bridge was built"
-            raise RefusedError("model", found, "the same modules", "replace them before that")
+            raise unfit(found, "the same modules", "replace them before that")
 
     def spec(self, model_name: str) -> pb.PolicySpec:
         """The description of this policy for OpenRun."""

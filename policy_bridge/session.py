@@ -24,7 +24,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from policy_bridge.logits import is_sharded
 from policy_bridge.model import PolicyModules, full_tensor
 from slipstream.client import MAX_MESSAGE_BYTES
-from slipstream.errors import RefusedError, refused_from
+from slipstream.errors import OVERLOADED, RefusedError, refused_from
 from slipstream.layers import check_layers
 from slipstream.tensors import bytes_of, check_schema, dtype_to_wire, frame_chunk
 from slipstream.v1 import draft_trainer_pb2 as pb
@@ -245,7 +245,7 @@ class Announcer:
                 self._send(header, snapshot, names, timeout)
             except grpc.RpcError as error:
                 refusal = refused_from(error)
-                busy = refusal is not None and refusal.field.startswith("server.")
+                busy = refusal is not None and refusal.reason in OVERLOADED
                 if refusal is None or busy or len(names) == len(specs):
                     raise
                 # The trainer may have let go of a tensor that it had: send all of them.

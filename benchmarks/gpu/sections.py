@@ -25,10 +25,11 @@ from draft_trainer.config import TrainingConfig
 from draft_trainer.drafters.acceptance import expected_acceptance
 from draft_trainer.drafters.batch import batches
 from draft_trainer.drafters.loss import Objective, step_weights, ttt_objective, valid_targets
-from draft_trainer.training.learner import DEVICE_MEMORY, Learner
+from draft_trainer.training.learner import Learner
 from draft_trainer.training.state import HostCopies
 from policy_bridge import BridgeConfig, PolicyBridge
 from slipstream.errors import RefusedError
+from slipstream.v1 import release_pb2
 
 Figures = dict[str, Any]
 _DRILLS = 3
@@ -259,7 +260,7 @@ def memory(bench: Bench) -> Figures:
                 retries = learner.step(samples, heads).memory_retries
                 outcomes["halved" if retries else "whole"] += 1
             except RefusedError as error:
-                if error.field != DEVICE_MEMORY:
+                if error.reason != release_pb2.REFUSAL_REASON_DEVICE_MEMORY:
                     raise
                 outcomes["refused"] += 1
             del other

@@ -48,6 +48,7 @@ from draft_trainer.drafters.policy import PolicyHeads
 from slipstream.errors import RefusedError
 from slipstream.sample import Sample
 from slipstream.v1 import draft_trainer_pb2 as pb
+from slipstream.v1 import release_pb2
 
 Method = Literal["probabilistic", "greedy"]
 
@@ -282,5 +283,9 @@ def _estimate(accepted: Tensor, drafts: Tensor, groups: Sequence[str]) -> Accept
 
 def _no_anchor() -> RefusedError:
     return RefusedError(
-        "samples", "no anchor", "two completion tokens in a row", "wait for completions"
+        "samples",
+        "no anchor",
+        "two completion tokens in a row",
+        "wait for completions",
+        reason=release_pb2.REFUSAL_REASON_NO_ANCHOR,
     )

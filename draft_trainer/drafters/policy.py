@@ -14,6 +14,7 @@ from draft_trainer.drafters.ops import product
 from slipstream.errors import RefusedError, StatusCode
 from slipstream.sampling import LogitForm
 from slipstream.tensors import digest
+from slipstream.v1 import release_pb2
 
 _DEVICE_BYTES = 1 << 30
 """The bound on lm_head rows on a device: enough for several versions of a draft vocabulary's rows,
@@ -202,7 +203,8 @@ class PolicyHeads:
         if version not in self._heads:
             found, code = f"one of {sorted(self._heads)}", StatusCode.FAILED_PRECONDITION
             advice = f"send samples before {self.keep} newer policy versions are registered"
-            raise RefusedError("policy_version", version, found, advice, code)
+            reason = release_pb2.REFUSAL_REASON_POLICY_FORGOTTEN
+            raise RefusedError("policy_version", version, found, advice, code, reason)
 
     def _by_digest(self) -> Mapping[bytes, Tensor]:
         held: dict[bytes, Tensor] = {}

@@ -15,6 +15,7 @@ import numpy as np
 from slipstream.errors import RefusedError, StatusCode
 from slipstream.shm import FreeList
 from slipstream.tensors import Bytes
+from slipstream.v1 import release_pb2
 
 ALIGNMENT = 64
 """Bytes: a cache line, and a multiple of every element type's alignment."""
@@ -60,7 +61,8 @@ class Arena:
         except OSError as error:
             expected = f"a folder with space for {size} bytes (replay.capacity_bytes)"
             advice, code = "free space there, or lower it", StatusCode.RESOURCE_EXHAUSTED
-            raise RefusedError("replay.directory", error, expected, advice, code) from error
+            field, reason = "replay.directory", release_pb2.REFUSAL_REASON_DISK
+            raise RefusedError(field, error, expected, advice, code, reason) from error
         self._address = np.frombuffer(self._map, np.uint8).ctypes.data
         self.size = size
         self.sample_count = min(int.from_bytes(count, "little"), size // ALIGNMENT)

@@ -22,6 +22,7 @@ from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 from xxhash import xxh3_64_intdigest
 
 from slipstream.errors import RefusedError, StatusCode
+from slipstream.v1 import release_pb2
 
 logger = logging.getLogger(__name__)
 
@@ -324,8 +325,8 @@ class Database:
     def _refused(self, error: Exception) -> RefusedError:
         found, expected = f"{self.path}: {error}", "space for the index of samples"
         advice = "free space there, and check the owner and mode of the folder"
-        code = StatusCode.RESOURCE_EXHAUSTED
-        return RefusedError("replay.directory", found, expected, advice, code)
+        code, reason = StatusCode.RESOURCE_EXHAUSTED, release_pb2.REFUSAL_REASON_DISK
+        return RefusedError("replay.directory", found, expected, advice, code, reason)
 
 
 def _is_damage(error: sqlite3.DatabaseError) -> bool:
@@ -424,6 +425,7 @@ def repairing(
             except DamagedError as error:
                 found, expected = f"{store.folder} ({error})", "the index as it was just rebuilt"
                 advice, code = "check the disk, or set another folder", StatusCode.DATA_LOSS
-                raise RefusedError("replay.directory", found, expected, advice, code) from error
+                field, reason = "replay.directory", release_pb2.REFUSAL_REASON_DISK
+                raise RefusedError(field, found, expected, advice, code, reason) from error
 
     return call

@@ -15,7 +15,7 @@ from draft_trainer.files import SAFETENSORS_PART
 from slipstream.errors import RefusedError, StatusCode
 from slipstream.sample import STATE_DTYPES
 from slipstream.tensors import ChunkAssembler, digest, dtype_from_wire
-from slipstream.v1 import tensor_pb2
+from slipstream.v1 import release_pb2, tensor_pb2
 
 LM_HEAD = "lm_head.weight"
 EMBED_TOKENS = "embed_tokens.weight"
@@ -185,4 +185,5 @@ class MatrixFiles:
 
     def _refused(self, path: Path, error: Exception, expected: str) -> RefusedError:
         advice, code = "free space there, or set another folder", StatusCode.RESOURCE_EXHAUSTED
-        return RefusedError("replay.directory", f"{path}: {error}", expected, advice, code)
+        found, reason = f"{path}: {error}", release_pb2.REFUSAL_REASON_DISK
+        return RefusedError("replay.directory", found, expected, advice, code, reason)

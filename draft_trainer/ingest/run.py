@@ -35,7 +35,7 @@ from slipstream.sample import Sample
 from slipstream.sampling import LogitForm
 from slipstream.tensors import digest
 from slipstream.v1 import draft_trainer_pb2 as pb
-from slipstream.v1 import tensor_pb2
+from slipstream.v1 import release_pb2, tensor_pb2
 
 logger = logging.getLogger(__name__)
 
@@ -156,6 +156,7 @@ class Run:
                 "one that the leading process has announced",
                 "ask again later",
                 StatusCode.FAILED_PRECONDITION,
+                release_pb2.REFUSAL_REASON_NOT_ANNOUNCED,
             )
         specs = checked_specs(header.tensors, draft, self.policy.lm_head_bias)
         digests = tuple(spec.sha256 for spec in specs.values())
@@ -350,8 +351,8 @@ class Runs:
         if session_id not in self._sessions:
             expected = "the id that OpenRun answered, of the current run"
             advice = "call OpenRun again: the trainer restarted or another run began"
-            code = StatusCode.FAILED_PRECONDITION
-            raise RefusedError("session_id", repr(session_id), expected, advice, code)
+            code, reason = StatusCode.FAILED_PRECONDITION, release_pb2.REFUSAL_REASON_SESSION
+            raise RefusedError("session_id", repr(session_id), expected, advice, code, reason)
         self._sessions.move_to_end(session_id)
         return self._sessions[session_id]
 

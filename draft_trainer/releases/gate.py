@@ -54,9 +54,9 @@ PASS_TOKENS = 8192
 
 _NOT_NOW = {
     # A newer policy version evicted one while the gate was measuring.
-    "policy_version": "the policy moved on meanwhile",
+    release_pb2.REFUSAL_REASON_POLICY_FORGOTTEN: "the policy moved on meanwhile",
     # A full disk must not end training.
-    "replay.directory": "the held-out samples cannot be read now",
+    release_pb2.REFUSAL_REASON_DISK: "the held-out samples cannot be read now",
 }
 
 T = TypeVar("T")
@@ -260,7 +260,7 @@ def _estimate(
     try:
         return expected_acceptance(head, samples, heads, k, method, pass_tokens)
     except RefusedError as error:
-        if error.field != "samples":
+        if error.reason != release_pb2.REFUSAL_REASON_NO_ANCHOR:
             raise
         return None
 
@@ -309,9 +309,9 @@ class Gate:
                 compared = self._with_room(partial(self._compared, candidates, incumbent, run))
                 result, best = compared or (unmeasured("the device has too little memory"), 0)
             except RefusedError as error:
-                if error.field not in _NOT_NOW:
+                if error.reason not in _NOT_NOW:
                     raise
-                result = unmeasured(f"{_NOT_NOW[error.field]}: {error}")
+                result = unmeasured(f"{_NOT_NOW[error.reason]}: {error}")
         result.judged_at = time.time()
         result.incumbent_version = version
         result.run_id = run.run_id

@@ -485,5 +485,6 @@ def open_pointer(registry: Registry, run_id: Callable[[], str] = lambda: "") -> 
             f"restore draft {version} from a copy, or have another release served: draft-trainer "
             f"releases promote N --registry {registry.root} (or rollback)",
             error.code,
+            error.reason,
         ) from error
     return pointer

@@ -15,8 +15,8 @@ from functools import partial
 from draft_trainer.config import ENOUGH_PROMPTS, HELD_OUT_MOST, TrainerConfig
 from draft_trainer.releases.client import drafts_wanted
 from draft_trainer.releases.gate import MIN_CLUSTERS
-from draft_trainer.training.learner import DEVICE_MEMORY
 from slipstream.errors import clean
+from slipstream.v1 import release_pb2
 from slipstream.v1.console_pb2 import Diagnosis
 from slipstream.v1.draft_trainer_pb2 import TrainerStatus
 from slipstream.v1.rollout_server_pb2 import ServerState
@@ -121,9 +121,9 @@ def _share(config: TrainerConfig) -> float:
 def _training(since: TrainerStatus, status: TrainerStatus, config: TrainerConfig) -> Found:
     if status.training_error:
         next_step = "read the error in the log; a restart resumes from the newest training state"
-        if DEVICE_MEMORY in status.training_error:
+        if status.training_waits_for == release_pb2.REFUSAL_REASON_DEVICE_MEMORY:
             next_step = "lower training.forward_tokens, or free memory on the GPU"
-        elif status.training_error.startswith("training waits"):
+        elif status.training_waits_for == release_pb2.REFUSAL_REASON_DISK:
             next_step = "free space there"
         return PROBLEM, status.training_error, next_step
     steps = status.train_steps - since.train_steps

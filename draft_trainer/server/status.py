@@ -279,6 +279,7 @@ class Status:
             step_acceptance=counters.step_acceptance,
             idle=counters.idle,
             training_error=counters.training_error,
+            training_waits_for=counters.training_waits_for,
             # Versions.
             policy_version=policy,
             policy_registered_at=self.policy_clock.newest_at,

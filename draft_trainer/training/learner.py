@@ -20,13 +20,13 @@ from draft_trainer.training.optimizer import DraftOptimizer, Schedule
 from draft_trainer.training.pace import Pace
 from slipstream.errors import RefusedError
 from slipstream.sample import Sample
+from slipstream.v1 import release_pb2
 
 _COUNTERS = ("steps", "steps_skipped", "anchors_trained", "steps_since_restart")
 _STEPS_UNTIL_GROWTH = 64
 _SMALLEST_PASS = 8
 """Part of ``forward_tokens`` below which a pass is not made shorter: it would hardly need less, for
 the context of its tokens stays, and a shortage that passes leaves passes to grow back."""
-DEVICE_MEMORY = "device_memory"
 """Field of the refusal of a step that found too little memory on its device."""
 
 logger = logging.getLogger(__name__)
@@ -130,7 +130,7 @@ class Learner:
 
         Raises:
             RefusedError: a policy version is not held, or memory is too little for half a pass
-                (``DEVICE_MEMORY``); nothing was changed.
+                (``REFUSAL_REASON_DEVICE_MEMORY``); nothing was changed.
         """
         started = time.perf_counter()
         steps, samples = self.config.ttt_steps, self._within_the_window(samples)
@@ -146,10 +146,11 @@ class Learner:
             totals = self._passes(self._collated(samples, policy_heads), counts.clamp(min=1))
         if totals is None:
             raise RefusedError(
-                DEVICE_MEMORY,
+                "device_memory",
                 f"too little for {self._pass_tokens} tokens",
                 "room for half a pass",
                 "lower training.forward_tokens, or what else is on the device",
+                reason=release_pb2.REFUSAL_REASON_DEVICE_MEMORY,
             )
         norm = self._optimizer.gradient_norm()
         sums = totals[1:].view(steps, len(METRICS))

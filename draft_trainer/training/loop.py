@@ -28,12 +28,15 @@ from draft_trainer.releases.pointer import PointerStore
 from draft_trainer.releases.registry import Registry
 from draft_trainer.training.cores import training_nice
 from draft_trainer.training.economy import Economy
-from draft_trainer.training.learner import DEVICE_MEMORY, Learner
+from draft_trainer.training.learner import Learner
 from draft_trainer.training.state import LearnerStates, Position
 from slipstream.errors import RefusedError
 from slipstream.v1 import release_pb2
 
 logger = logging.getLogger(__name__)
+
+_FORGOTTEN = release_pb2.REFUSAL_REASON_POLICY_FORGOTTEN
+_DEVICE_MEMORY = release_pb2.REFUSAL_REASON_DEVICE_MEMORY
 
 _RETRY_S = 1.0
 _MOST_RETRY_S = 60.0
@@ -110,6 +113,7 @@ class TrainingLoop:
             self.states.save_last(self.learner, self.position)
         finally:
             if not self._stopping.is_set():
+                self.counters.training_goes_on()
                 self.counters.training_error = "the training thread ended with an error"
                 self.on_death()
 
@@ -122,7 +126,7 @@ class TrainingLoop:
                 self._sleep()
                 continue
             if not self._pays(run):
-                self.counters.training_error = ""  # Nothing is waited for meanwhile.
+                self.counters.training_goes_on()  # Nothing is waited for meanwhile.
                 self._consider(run)
                 self._sleep()
                 continue
@@ -142,11 +146,11 @@ class TrainingLoop:
                 metrics = learner.step(drawn.samples, run.heads)
             except RefusedError as error:
                 # A version was forgotten between draw and step: its samples are too old to train.
-                if error.field not in ("policy_version", DEVICE_MEMORY):
+                if error.reason not in (_FORGOTTEN, _DEVICE_MEMORY):
                     raise
                 logger.info("a batch was put back: %s", error)
                 self._stored(partial(run.put_back, drawn))
-                metrics, shortage = None, str(error) if error.field == DEVICE_MEMORY else ""
+                metrics, shortage = None, str(error) if error.reason == _DEVICE_MEMORY else ""
             samples, number = len(drawn.samples), drawn.number
             # Samples that are held cannot leave the store, and a gate or a pause may be long. The
             # error held them, too.
@@ -181,7 +185,7 @@ class TrainingLoop:
     def _wait_for_memory(self, error: str) -> None:
         """Longer every time, so that what shares the device is left alone."""
         self.counters.device_memory.labels("step").inc()
-        self.counters.training_error = f"training waits: {error}"
+        self.counters.training_waits_on(error, _DEVICE_MEMORY)
         logger.error("training waits %.0f s: %s", self._retry_s, error)
         self._stopping.wait(self._retry_s)
         self._retry_s = min(2 * self._retry_s, _MOST_RETRY_S)
@@ -219,9 +223,9 @@ class TrainingLoop:
             self.counters.training_waits.inc()
             if not self.counters.training_error:
                 logger.error("training waits: %s", error)
-            self.counters.training_error = f"training waits: {error}"
+            self.counters.training_waits_on(str(error), error.reason)
             return None
-        self.counters.training_error = ""
+        self.counters.training_goes_on()
         return result
 
     def _begin_run(self, run: Run) -> None:

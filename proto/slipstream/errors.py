@@ -34,6 +34,10 @@ LOG_SECONDS = 60.0
 StatusCode = grpc.StatusCode
 """Re-exported for code that names a status and uses nothing else of gRPC."""
 
+OVERLOADED = (release_pb2.REFUSAL_REASON_BUSY, release_pb2.REFUSAL_REASON_LIMIT)
+"""Reasons that say nothing about the request: the server had too much to do, or the caller sent too
+often or too slowly."""
+
 
 def clean(text: str, limit: int = MAX_TEXT_BYTES) -> str:
     """Return a text of another process as one line of printable characters.
@@ -53,7 +57,10 @@ def clean(text: str, limit: int = MAX_TEXT_BYTES) -> str:
 
 
 class RefusedError(Exception):
-    """A request, file or option that cannot be taken."""
+    """A request, file or option that cannot be taken.
+
+    The texts are for people; code decides by ``reason``, on this side of the wire or the other.
+    """
 
     def __init__(
         self,
@@ -62,27 +69,31 @@ class RefusedError(Exception):
         expected: object,
         next_step: str,
         code: grpc.StatusCode = grpc.StatusCode.INVALID_ARGUMENT,
+        reason: release_pb2.RefusalReason = release_pb2.REFUSAL_REASON_UNSPECIFIED,
     ) -> None:
         self.field = field
         self.found = str(found)
         self.expected = str(expected)
         self.next_step = next_step
         self.code = code
+        self.reason = reason
         super().__init__(
             f"{field}: found {self.found}, expected {self.expected}. Next step: {next_step}"
         )
 
     def __reduce__(self) -> tuple[type, tuple[object, ...]]:
-        """Pickle all five arguments: vLLM's worker RPC carries these errors between processes."""
-        return type(self), (self.field, self.found, self.expected, self.next_step, self.code)
+        """Pickle all arguments: vLLM's worker RPC carries these errors between processes."""
+        texts = (self.field, self.found, self.expected, self.next_step)
+        return type(self), (*texts, self.code, self.reason)
 
     def to_proto(self) -> release_pb2.Refusal:
-        """The four texts as a message."""
+        """The four texts and the reason as a message."""
         return release_pb2.Refusal(
             field=clean(self.field),
             found=clean(self.found),
             expected=clean(self.expected),
             next_step=clean(self.next_step),
+            reason=self.reason,
         )
 
     def for_wire(self) -> str:
@@ -93,10 +104,13 @@ class RefusedError(Exception):
     def from_proto(
         cls, refusal: release_pb2.Refusal, code: grpc.StatusCode = grpc.StatusCode.INVALID_ARGUMENT
     ) -> RefusedError:
-        """The inverse of ``to_proto``; the texts are the other side's and are cleaned."""
+        """The inverse of ``to_proto``; the texts are the other side's and are cleaned, and a reason
+        that this side does not know is none."""
         texts = (refusal.field, refusal.found, refusal.expected, refusal.next_step)
         field, found, expected, next_step = map(clean, texts)
-        return cls(field, found, expected, next_step, code)
+        known = refusal.reason in release_pb2.RefusalReason.values()
+        reason = refusal.reason if known else release_pb2.REFUSAL_REASON_UNSPECIFIED
+        return cls(field, found, expected, next_step, code, reason)
 
 
 def missing_package(

@@ -22,6 +22,7 @@ from grpc_reflection.v1alpha import reflection
 from slipstream.errors import RefusedError, StatusCode, abort_with
 from slipstream.security import METHODS, Access, certificate_names
 from slipstream.tensors import CHUNK_BYTES
+from slipstream.v1 import release_pb2
 
 T = TypeVar("T")
 
@@ -111,7 +112,8 @@ class CallRate:
         if left < 1.0:
             expected, code = f"at most {self._rate:g} a second", StatusCode.RESOURCE_EXHAUSTED
             next_step = "look for a loop without a pause"
-            raise RefusedError("server.calls_per_s", "more calls", expected, next_step, code)
+            field, reason = "server.calls_per_s", release_pb2.REFUSAL_REASON_LIMIT
+            raise RefusedError(field, "more calls", expected, next_step, code, reason)
 
 
 class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
@@ -237,8 +239,7 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
             refused = waiting.cancelled()
             waiting.cancel()
         if refused:
-            found, code = f"{MAX_SILENT_CALLS} silent calls", StatusCode.RESOURCE_EXHAUSTED
-            raise RefusedError("server.max_calls", found, "a request at once", "call again", code)
+            raise _busy(f"{MAX_SILENT_CALLS} silent calls", "a request at once", "call again")
         if not waiting.done():
             raise silent(self._seconds)
         return waiting.result()
@@ -247,9 +248,8 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
     def place(self, method: str, most: int) -> Iterator[None]:
         """Take a place among the calls of a method. Raises RefusedError: ``most`` are running."""
         if self._calls[method] >= most:
-            code = StatusCode.RESOURCE_EXHAUSTED
             found = f"{most} calls of {_short(method)} in progress"
-            raise RefusedError("server.max_calls", found, f"at most {most}", "call later", code)
+            raise _busy(found, f"at most {most}", "call later")
         self._calls[method] += 1
         try:
             yield
@@ -268,7 +268,13 @@ def silent(seconds: float) -> RefusedError:
     """The refusal of a client that leaves a call open and sends or reads nothing, or too slowly."""
     found = f"a call whose next message did not come in {seconds:g} s"
     expected, code = "messages without pauses", StatusCode.DEADLINE_EXCEEDED
-    return RefusedError("server.message_timeout_s", found, expected, "call again", code)
+    field, reason = "server.message_timeout_s", release_pb2.REFUSAL_REASON_LIMIT
+    return RefusedError(field, found, expected, "call again", code, reason)
+
+
+def _busy(found: str, expected: str, next_step: str) -> RefusedError:
+    code, reason = StatusCode.RESOURCE_EXHAUSTED, release_pb2.REFUSAL_REASON_BUSY
+    return RefusedError("server.max_calls", found, expected, next_step, code, reason)
 
 
 async def read_within(seconds: float | None, writing: Awaitable[None]) -> None:

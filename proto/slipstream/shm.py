@@ -25,6 +25,7 @@ from pathlib import Path
 
 from slipstream.errors import RefusedError, StatusCode
 from slipstream.tensors import Bytes
+from slipstream.v1 import release_pb2
 
 HEADER_BYTES = 4096
 NONCE_BYTES = 16
@@ -42,7 +43,8 @@ class MemoryLostError(RefusedError):
     def of(cls, found: str, expected: str) -> MemoryLostError:
         """Make the error from what was found and what was expected."""
         advice = f"look for what truncates files there, or enlarge the volume; {_INLINE}"
-        return cls("shared_memory", found, expected, advice, StatusCode.DATA_LOSS)
+        code, reason = StatusCode.DATA_LOSS, release_pb2.REFUSAL_REASON_MEMORY_LOST
+        return cls("shared_memory", found, expected, advice, code, reason)
 
 
 class SharedFile:

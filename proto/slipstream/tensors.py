@@ -201,8 +201,8 @@ def _spec_bytes(spec: tensor_pb2.TensorSpec) -> int:
     return math.prod(spec.shape) * dtype_from_wire(spec.dtype, spec.name).itemsize
 
 
-SCHEMA_VERSION = 9
-"""9: trials of the whole fleet alone; servers get releases from the trainer alone."""
+SCHEMA_VERSION = 10
+"""10: refusals have reasons, by which both sides decide."""
 
 
 def check_schema(found: int, whose: str, upgrade: str) -> None:

@@ -13,6 +13,7 @@ from draft_trainer.cli.doctor import first_problem
 from draft_trainer.cli.main import main
 from draft_trainer.config_file import load_config, parse_config
 from draft_trainer.server.diagnosis import OK, PROBLEM, WAITING, ProblemLog, diagnose
+from slipstream.v1 import release_pb2
 from slipstream.v1.console_pb2 import Diagnosis, ServerView, TrialView
 from slipstream.v1.draft_trainer_pb2 import TrainerStatus
 from slipstream.v1.release_pb2 import Verdict
@@ -149,9 +150,16 @@ FEW = "124 held-out anchors in 3 prompts, 200 in 4 are needed"
             {"training_paused": True, "training_decision": "saves 1 s, costs 9 s"},
             *("training", WAITING, "paused: saves 1 s, costs 9 s", "economy.mode"),
         ),
-        ({"training_error": "training waits: full"}, "training", PROBLEM, "full", "free space"),
         (
-            {"training_error": "training waits: device_memory: too little"},
+            {"training_error": "full", "training_waits_for": release_pb2.REFUSAL_REASON_DISK},
+            *("training", PROBLEM, "full", "free space"),
+        ),
+        ({"training_error": "an error"}, "training", PROBLEM, "an error", "in the log"),
+        (
+            {
+                "training_error": "too little",
+                "training_waits_for": release_pb2.REFUSAL_REASON_DEVICE_MEMORY,
+            },
             *("training", PROBLEM, "too little", "training.forward_tokens"),
         ),
         (

@@ -21,8 +21,11 @@ from draft_trainer.state import State
 from draft_trainer.training.state import StateStore
 from slipstream.errors import RefusedError
 from slipstream.v1 import draft_trainer_pb2 as pb
+from slipstream.v1.release_pb2 import REFUSAL_REASON_DISK
 from tests.draft_trainer.registry_rig import create
 from tests.draft_trainer.samples import open_store, put
+
+REPLAY = "replay.directory"
 
 
 @contextmanager
@@ -49,7 +52,7 @@ class Component(NamedTuple):
 
     write: Callable[[], object]
     read: Callable[[], object]
-    field: str = "replay.directory"
+    field: str = REPLAY
 
 
 def sample_bytes(folder: Path) -> Component:
@@ -137,6 +140,7 @@ def test_full_disk_write_is_refused_whole(
         if part.field:
             assert isinstance(caught.value, RefusedError)
             assert caught.value.field == part.field
+            assert (caught.value.reason == REFUSAL_REASON_DISK) == (part.field == REPLAY)
         assert part.read() == before and set(tmp_path.rglob("*")) == files
     part.write()
     assert part.read() != before

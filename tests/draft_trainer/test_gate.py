@@ -272,19 +272,19 @@ def test_gate_survives_unreadable_held_out_samples(
     held = completions(policy, 20, seed=1)
     made, _ = gate_of(tmp_path, policy, incumbent, held)
 
-    def run_of(field: str | None) -> Any:
+    def run_of(reason: release_pb2.RefusalReason | None) -> Any:
         def held_out(_: int) -> list[Sample]:
-            if field is not None:
-                raise RefusedError(field, "disk is full", "space", "free some")
+            if reason is not None:
+                raise RefusedError("it", "disk is full", "space", "free some", reason=reason)
             return held
 
         return SimpleNamespace(heads=policy.heads(), held_out=held_out, run_id="run")
 
-    full = run_of("replay.directory")
+    full = run_of(release_pb2.REFUSAL_REASON_DISK)
     verdict, _ = made.judge(lambda: [candidate], full, None)
     assert verdict.outcome == "not_measured" and "found disk is full" in verdict.reason
     with pytest.raises(RefusedError, match="disk is full"):
-        made.judge(lambda: [candidate], run_of("another"), None)
+        made.judge(lambda: [candidate], run_of(release_pb2.REFUSAL_REASON_MODEL), None)
     assert made.judge(lambda: [candidate], run_of(None), None)[0].outcome == "passed"
 
 

@@ -24,7 +24,6 @@ from draft_trainer.releases.pointer import PointerStore
 from draft_trainer.releases.registry import Registry
 from draft_trainer.server import service
 from draft_trainer.server.app import TrainerServer
-from draft_trainer.training.learner import DEVICE_MEMORY
 from slipstream.client import open_channel
 from slipstream.errors import RefusedError
 from slipstream.sample import Sample
@@ -116,6 +115,7 @@ def test_one_run_at_a_time(tmp_path: Path) -> None:
         assert client.status().policy_registered_at > status.time
         error = refusal(lambda: next(Stream(client, old).call))
         assert error.field == "session_id"
+        assert error.reason == release_pb2.REFUSAL_REASON_SESSION
 
 
 def test_refused_policy_announcement_changes_nothing(tmp_path: Path) -> None:
@@ -160,6 +160,7 @@ def test_announce_without_tensors_needs_the_lead(tmp_path: Path) -> None:
 
         error = refusal(lambda: ask(2))
         assert (error.field, error.code) == ("lead", grpc.StatusCode.FAILED_PRECONDITION)
+        assert error.reason == release_pb2.REFUSAL_REASON_NOT_ANNOUNCED
         client.announce(2)
         assert ask(2).policy_version == 2
         assert client.status().policy_version == 2
@@ -421,7 +422,8 @@ def test_batch_is_freed_while_training_waits_for_memory(
 
         def short(samples: list[Sample], heads: PolicyHeads) -> None:
             assert sent.wait(DEADLINE)
-            raise RefusedError(DEVICE_MEMORY, "too little", "room for half a pass", "lower it")
+            reason = release_pb2.REFUSAL_REASON_DEVICE_MEMORY
+            raise RefusedError("gpu", "too little", "room for a pass", "lower it", reason=reason)
 
         def wait(error: str) -> None:
             held.append(store.capacity_bytes - store.credit_bytes())

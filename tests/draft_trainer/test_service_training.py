@@ -22,6 +22,7 @@ from slipstream.errors import RefusedError
 from slipstream.sample import Sample
 from slipstream.tensors import ChunkAssembler
 from slipstream.v1 import draft_trainer_pb2 as pb
+from slipstream.v1 import release_pb2
 from slipstream.v1.release_pb2 import GateFigures
 from tests.draft_trainer.registry_rig import create
 from tests.draft_trainer.rig import (
@@ -205,6 +206,7 @@ def test_training_waits_on_full_disk(
         client.send(*rollouts(20))
         status = client.wait_for(lambda s: s.training_error)
         assert "training waits" in status.training_error and "disk is full" in caplog.text
+        assert status.training_waits_for == release_pb2.REFUSAL_REASON_DISK
         assert "replay.directory" in status.training_error and status.train_steps == 0
         assert all(tries.acquire(timeout=DEADLINE) for _ in range(4))
         assert total(server._counters.training_waits) >= 3

@@ -17,8 +17,9 @@ from draft_trainer.drafters.loss import chunks
 from draft_trainer.drafters.policy import PolicyHeads
 from draft_trainer.releases.gate import PASS_TOKENS, Gate
 from draft_trainer.training import learner as learner_module
-from draft_trainer.training.learner import DEVICE_MEMORY, Learner
+from draft_trainer.training.learner import Learner
 from slipstream.errors import RefusedError
+from slipstream.v1 import release_pb2
 from tests.draft_trainer.rig import feeding, make_config, rollouts
 from tests.draft_trainer.synthetic import Policy, head
 
@@ -83,7 +84,7 @@ def test_step_without_memory_changes_nothing(device: Device) -> None:
     device.most = 10
     with pytest.raises(RefusedError, match=r"too little for 200 tokens") as refused:
         learner.step(policy.samples(40), policy.heads())
-    assert refused.value.field == DEVICE_MEMORY
+    assert refused.value.reason == release_pb2.REFUSAL_REASON_DEVICE_MEMORY
     assert len(device.refused) == 2
     assert all(torch.equal(before[name], value) for name, value in learner.state_dict().items())
     assert all(parameter.grad is None for parameter in learner.head.parameters())
@@ -126,7 +127,8 @@ def test_trainer_waits_for_device_memory(tmp_path: Path, device: Device) -> None
     with feeding(make_config(tmp_path)) as (server, client):
         client.send(*rollouts(40))
         status = client.wait_for(lambda s: s.training_error)
-        assert "training waits" in status.training_error and DEVICE_MEMORY in status.training_error
+        assert "training waits" in status.training_error
+        assert status.training_waits_for == release_pb2.REFUSAL_REASON_DEVICE_MEMORY
         assert status.train_steps == 0
         assert total(server._counters.device_memory) >= 1
         device.most = math.inf

@@ -21,7 +21,7 @@ from slipstream.serving import SERVER_OPTIONS
 from slipstream.tensors import SCHEMA_VERSION, ChunkAssembler, checksum_of, digest
 from slipstream.v1 import draft_trainer_pb2 as pb
 from slipstream.v1 import draft_trainer_pb2_grpc as pb_grpc
-from slipstream.v1 import tensor_pb2
+from slipstream.v1 import release_pb2, tensor_pb2
 
 DEADLINE = 120.0
 
@@ -129,7 +129,8 @@ class FakeTrainer(pb_grpc.DraftTrainerServicer):
                 self.changed.notify_all()
                 if header.policy_version in self.tensors:
                     return pb.AnnouncePolicyResponse(policy_version=header.policy_version)
-            told = RefusedError("lead", "not known", "an announced version", "wait")
+            reason = release_pb2.REFUSAL_REASON_NOT_ANNOUNCED
+            told = RefusedError("lead", "not known", "an announced version", "wait", reason=reason)
             if header.policy_version < max(self.tensors, default=0):
                 told = RefusedError("policy_version", "older", "a newer one", "count up")
             abort_with(told, context)

@@ -12,8 +12,9 @@ from transformers import Qwen3ForCausalLM
 
 from policy_bridge import PolicyBridge
 from policy_bridge.capture import NullCapture
-from slipstream.errors import RefusedError, StatusCode
+from slipstream.errors import RefusedError
 from slipstream.shm import SharedFile
+from slipstream.v1 import release_pb2
 from tests.waiting import until
 
 from .conftest import Connect, batch, deliver, make_model, ship, sync
@@ -64,7 +65,7 @@ def test_trainer_restart_empty_gets_policy_and_samples_again(
 
 
 def test_busy_trainer_announcement_is_retried(trainer: FakeTrainer, connect: Connect) -> None:
-    busy = RefusedError("server.max_calls", 4, 4, "wait", StatusCode.RESOURCE_EXHAUSTED)
+    busy = RefusedError("calls", 4, 4, "wait", reason=release_pb2.REFUSAL_REASON_BUSY)
     trainer.refuse_announcements = [busy, busy, busy]
     model = make_model()
     bridge = connect(model=model, version=1, strict=True)

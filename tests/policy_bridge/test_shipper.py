@@ -12,10 +12,11 @@ import torch
 from policy_bridge import PolicyBridge
 from policy_bridge.stream import StateStream
 from slipstream.client import open_channel
-from slipstream.errors import RefusedError, StatusCode
+from slipstream.errors import RefusedError
 from slipstream.sample import Sample, layout_of
 from slipstream.v1 import draft_trainer_pb2 as pb
 from slipstream.v1 import draft_trainer_pb2_grpc as pb_grpc
+from slipstream.v1 import release_pb2
 from tests.waiting import until
 
 from .conftest import Connect, batch, deliver, make_model, ship, sync
@@ -76,7 +77,7 @@ def test_version_announced_before_samples_sends_changed_tensors(
     for version in (1, 2, 3):
         if version == 2:
             # Being busy does not mean that the trainer let go of what it had.
-            busy = RefusedError("server.max_calls", 4, 4, "wait", StatusCode.RESOURCE_EXHAUSTED)
+            busy = RefusedError("calls", 4, 4, "wait", reason=release_pb2.REFUSAL_REASON_BUSY)
             trainer.refuse_announcements = [busy]
         if version == 3:
             with torch.no_grad():

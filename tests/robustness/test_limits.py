@@ -24,6 +24,7 @@ from slipstream.errors import Refusals, RefusedError
 from slipstream.guard import CallRate, Guard, Limit, Unreadable, reader
 from slipstream.tensors import _varint, unframe
 from slipstream.v1 import draft_trainer_pb2 as pb
+from slipstream.v1 import release_pb2
 from tests.draft_trainer.rig import open_to_all
 
 pytestmark = pytest.mark.contract("hostile peers")
@@ -58,7 +59,9 @@ def test_call_rate_limits_each_connection_separately() -> None:
     rate = CallRate(10, clock)
     for _ in range(20):
         rate.spend("a")
-    assert refused(lambda: rate.spend("a")).field == "server.calls_per_s"
+    error = refused(lambda: rate.spend("a"))
+    assert error.field == "server.calls_per_s"
+    assert error.reason == release_pb2.REFUSAL_REASON_LIMIT
     rate.spend("b")
     clock.now += 0.1
     rate.spend("a")
@@ -72,7 +75,9 @@ def test_call_rate_limits_each_connection_separately() -> None:
 def test_guard_place_is_freed_after_call() -> None:
     calls = guard()
     with calls.place("/s/M", 1):
-        assert refused(lambda: calls.place("/s/M", 1).__enter__()).field == "server.max_calls"
+        error = refused(lambda: calls.place("/s/M", 1).__enter__())
+        assert error.field == "server.max_calls"
+        assert error.reason == release_pb2.REFUSAL_REASON_BUSY
         with calls.place("/s/N", 1):
             pass
     with calls.place("/s/M", 1):

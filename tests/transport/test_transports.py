@@ -222,7 +222,7 @@ def test_stream_ended_by_trainer_is_reported_and_reopened(
     monkeypatch.setattr(StateStream, "responses", nothing)
     with sending(server.address, shared_memory=str(memory)) as sender:
         sender.send(*samples(3))
-        until(lambda: "ended by the trainer" in sender.stats().last_error)
+        until(lambda: "the trainer ended" in sender.stats().last_error)
         assert "StreamStates" in sender.stats().last_error
         monkeypatch.undo()
         sender.flush()

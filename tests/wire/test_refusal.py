@@ -1,5 +1,5 @@
 # ruff: noqa: N802
-"""A refusal is the same four texts on both ends of a real gRPC call."""
+"""A refusal has the same texts and the same reason on both ends of a real gRPC call."""
 
 from __future__ import annotations
 
@@ -34,6 +34,7 @@ REFUSAL = RefusedError(
     "5120 (the draft's, naïve ≠)",
     "start the trainer with the right draft",
     grpc.StatusCode.FAILED_PRECONDITION,
+    release_pb2.REFUSAL_REASON_SESSION,
 )
 
 
@@ -77,7 +78,7 @@ def stub(address: str) -> Iterator[pb_grpc.DraftTrainerStub]:
 
 def check(refusal: RefusedError | None) -> None:
     assert refusal is not None
-    names = ("field", "found", "expected", "next_step", "code")
+    names = ("field", "found", "expected", "next_step", "code", "reason")
     assert all(getattr(refusal, name) == getattr(REFUSAL, name) for name in names)
     assert str(refusal) == str(REFUSAL)
 
@@ -122,6 +123,15 @@ def test_refusal_not_made_of_other_failures(stub: pb_grpc.DraftTrainerStub) -> N
 def test_refusal_as_message_and_pickled() -> None:
     check(RefusedError.from_proto(REFUSAL.to_proto(), REFUSAL.code))
     check(pickle.loads(pickle.dumps(REFUSAL)))  # noqa: S301 (what vLLM's worker RPC does)
+
+
+def test_reason_of_a_later_version_is_none() -> None:
+    message = REFUSAL.to_proto()
+    message.MergeFromString(b"\x28\xe7\x07")  # Field 5, 999.
+    assert message.reason == 999
+    known = RefusedError.from_proto(message)
+    assert known.reason == release_pb2.REFUSAL_REASON_UNSPECIFIED
+    assert known.to_proto().field == REFUSAL.field
 
 
 @pytest.mark.parametrize("text", [HOSTILE, "≠" * 3000, "\ud800", "", "plain"])
