@@ -24,13 +24,13 @@ import slipstream.client
 from draft_trainer.config import CanaryConfig, PublishConfig
 from draft_trainer.counters import Counters
 from draft_trainer.releases import commits
-from draft_trainer.releases.client import DraftPayload, RolloutClient
 from draft_trainer.releases.commits import Payloads
 from draft_trainer.releases.fleet import Fleet
 from draft_trainer.releases.pointer import PointerStore
 from draft_trainer.releases.publisher import Publisher
 from draft_trainer.releases.reconcile import Reconciler
 from draft_trainer.releases.registry import Registry, open_pointer
+from draft_trainer.releases.rollout_client import DraftPayload, RolloutClient
 from draft_trainer.releases.trial import Trials
 from draft_trainer.releases.watch import AcceptanceWatch
 from slipstream.errors import RefusedError

@@ -22,12 +22,12 @@ from prometheus_client import generate_latest
 from benchmarks.publish_faults.rig import write_releases
 from draft_trainer.config import PublishConfig
 from draft_trainer.counters import Counters
-from draft_trainer.releases.client import RolloutClient
 from draft_trainer.releases.commits import Payloads, stage_on
 from draft_trainer.releases.fleet import Fleet
+from draft_trainer.releases.rollout_client import RolloutClient
 from draft_trainer.releases.watch import AcceptanceWatch
 from draft_trainer.server.status import FleetView
-from slipstream.serving import SERVER_OPTIONS
+from slipstream.serving.server import SERVER_OPTIONS
 from slipstream.v1 import draft_trainer_pb2 as trainer
 from slipstream.v1 import rollout_server_pb2 as pb
 from slipstream.v1 import rollout_server_pb2_grpc as pb_grpc

@@ -69,7 +69,7 @@ class Serve:
         from draft_trainer.config_file import changed_keys, load_config
         from draft_trainer.kernels.library import use_kernels
         from draft_trainer.server.app import TrainerServer
-        from slipstream.serving import stop_signals
+        from slipstream.serving.server import stop_signals
 
         logging.basicConfig(
             level=self.log_level.upper(),

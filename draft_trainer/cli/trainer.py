@@ -18,7 +18,7 @@ from google.protobuf.message import Message
 from tyro.conf import arg
 
 from slipstream.errors import RefusedError, failure_text, refused_from
-from slipstream.security import ClientCredentials
+from slipstream.serving.identity import ClientCredentials
 from slipstream.v1 import draft_trainer_pb2_grpc as pb_grpc
 
 DEFAULT_ADDRESS = "127.0.0.1:50051"

@@ -15,9 +15,9 @@ from functools import lru_cache
 from pathlib import Path
 
 from draft_trainer.counters import Counters
-from draft_trainer.releases.client import DraftPayload, Failure, RolloutClient
 from draft_trainer.releases.fleet import WITHOUT_WEIGHTS, Fleet
 from draft_trainer.releases.registry import Registry
+from draft_trainer.releases.rollout_client import DraftPayload, Failure, RolloutClient
 from slipstream.errors import RefusedError, StatusCode, clean
 from slipstream.tensors import digest_of_specs
 from slipstream.v1 import rollout_server_pb2 as pb

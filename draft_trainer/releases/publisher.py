@@ -27,7 +27,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 
 from draft_trainer.counters import Counters
-from draft_trainer.releases.client import POLICY_SECONDS, Failure, RolloutClient
 from draft_trainer.releases.commits import (
     Payloads,
     PublishResult,
@@ -39,6 +38,7 @@ from draft_trainer.releases.commits import (
 from draft_trainer.releases.fleet import STAGES_AT_ONCE, Fleet
 from draft_trainer.releases.pointer import PointerStore
 from draft_trainer.releases.registry import Registry
+from draft_trainer.releases.rollout_client import POLICY_SECONDS, Failure, RolloutClient
 from draft_trainer.releases.states import ReleaseEvent
 from draft_trainer.releases.trial import Trials
 from slipstream.errors import RefusedError, StatusCode

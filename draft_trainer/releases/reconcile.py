@@ -18,10 +18,10 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from draft_trainer.releases.client import Failure, RolloutClient
 from draft_trainer.releases.commits import put_on, stage_version_on
 from draft_trainer.releases.fleet import ASLEEP, STAGES_AT_ONCE
 from draft_trainer.releases.publisher import Publisher
+from draft_trainer.releases.rollout_client import Failure, RolloutClient
 from draft_trainer.releases.watch import AcceptanceWatch
 from slipstream.errors import RefusedError
 from slipstream.v1 import rollout_server_pb2 as pb

@@ -13,8 +13,8 @@ from collections.abc import Mapping
 from functools import partial
 
 from draft_trainer.config import ENOUGH_PROMPTS, HELD_OUT_MOST, TrainerConfig
-from draft_trainer.releases.client import drafts_wanted
 from draft_trainer.releases.gate import MIN_CLUSTERS
+from draft_trainer.releases.rollout_client import drafts_wanted
 from slipstream.errors import clean
 from slipstream.v1 import release_pb2
 from slipstream.v1.console_pb2 import Diagnosis

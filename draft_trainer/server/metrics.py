@@ -10,7 +10,7 @@ from draft_trainer.counters import PREFIX, Counters
 from draft_trainer.server.diagnosis import PARTS, PROBLEM
 from slipstream.errors import Refusals
 from slipstream.metrics import Fact, FactCollector, Value
-from slipstream.security import REASONS
+from slipstream.serving.identity import REASONS
 from slipstream.v1.draft_trainer_pb2 import TrainerStatus
 
 TRANSPORTS = ("grpc", "shared_memory")

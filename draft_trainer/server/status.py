@@ -18,10 +18,10 @@ from draft_trainer.counters import Counters, by_label, total
 from draft_trainer.ingest.ingest import Ingest
 from draft_trainer.ingest.run import Run, Runs, Session
 from draft_trainer.ingest.store import SampleStore
-from draft_trainer.releases.client import Failure, drafts_wanted
 from draft_trainer.releases.confidence import Batch
 from draft_trainer.releases.pointer import Pointer, PointerStore
 from draft_trainer.releases.registry import Registry
+from draft_trainer.releases.rollout_client import Failure, drafts_wanted
 from draft_trainer.releases.watch import AcceptanceWatch, Seen
 from draft_trainer.server.diagnosis import OK, PROBLEM, WAITING, ProblemLog, diagnose
 from draft_trainer.state import Events, State

@@ -35,7 +35,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from draft_trainer.server.status import Status
 from slipstream.errors import RefusedError, StatusCode
-from slipstream.security import Access, Role
+from slipstream.serving.identity import Access, Role
 from slipstream.v1 import console_pb2
 
 logger = logging.getLogger(__name__)
@@ -322,7 +322,7 @@ def _as_bearer(authorization: str | None) -> str | None:
 
 
 def _names_of(certificate: Any) -> Collection[str]:
-    """Return a certificate's names, as ``slipstream.security`` reads them of a gRPC client's."""
+    """Return a certificate's names, as ``serving.identity`` reads them of a gRPC client's."""
     others = frozenset(value for _, value in certificate.get("subjectAltName", ()))
     common = (pair for entry in certificate.get("subject", ()) for pair in entry)
     return others or frozenset(value for key, value in common if key == "commonName")

@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.publish_faults.memory_server import Faults, MemoryServer
 from draft_trainer.releases import fleet as fleets
-from draft_trainer.releases.client import DraftPayload, Failure, RolloutClient
+from draft_trainer.releases.rollout_client import DraftPayload, Failure, RolloutClient
 from slipstream.v1 import rollout_server_pb2 as pb
 from tests.draft_trainer.fleet_rig import LONG, Rig, fleet_events
 from tests.waiting import until

@@ -13,8 +13,8 @@ import pytest
 from draft_trainer.cli import console
 from draft_trainer.counters import Counters
 from draft_trainer.releases import watch as watches
-from draft_trainer.releases.client import Failure
 from draft_trainer.releases.fleet import Fleet
+from draft_trainer.releases.rollout_client import Failure
 from draft_trainer.server import status
 from draft_trainer.server.diagnosis import OK, PROBLEM, WAITING, ProblemLog
 from draft_trainer.server.status import FleetView, PolicyClock

@@ -13,8 +13,8 @@ import pytest
 
 from draft_trainer.config import CanaryConfig
 from draft_trainer.releases import trial, watch
-from draft_trainer.releases.client import RolloutClient
 from draft_trainer.releases.confidence import Batch
+from draft_trainer.releases.rollout_client import RolloutClient
 from draft_trainer.releases.states import ReleaseState
 from draft_trainer.releases.trial import HISTORY_SECONDS
 from slipstream.errors import RefusedError

@@ -15,10 +15,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from rollout_server import cli, launch
-from rollout_server.plugins import Settings
-from rollout_server.preflight import check_metrics, check_paths, check_port_free
-from rollout_server.served import SERVED
+from rollout_server import cli
+from rollout_server.vllm import launch
+from rollout_server.vllm.plugins import Settings
+from rollout_server.vllm.preflight import check_metrics, check_paths, check_port_free
+from rollout_server.vllm.served import SERVED
 from slipstream.errors import RefusedError
 from slipstream.tensors import spec_of
 from tests.draft_trainer.rig import open_to_all

@@ -98,7 +98,7 @@ def test_sigterm_during_startup_ends_server(
 # An engine core that loads weights, and its worker: neither listens to SIGTERM.
 LOADING = """
 import multiprocessing, signal, subprocess
-from rollout_server import launch
+from rollout_server.vllm import launch
 
 def core(ready):
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
