@@ -186,7 +186,7 @@ def test_refused_command_line_exits_with_status_2(
 def test_plugin_without_mark_imports_nothing() -> None:
     """The plugin must not even import torch in a user's own vLLM of the same environment."""
     code = (
-        "import sys; from rollout_server import plugins; plugins.register_general();"
+        "import sys; from rollout_server.vllm import plugins; plugins.register_general();"
         "assert plugins.make_endpoint_plugin().required_tasks == ();"
         "assert not {'torch', 'vllm', 'grpc'} & set(sys.modules), sorted(sys.modules)"
     )
