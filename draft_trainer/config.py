@@ -372,15 +372,6 @@ class EconomyConfig(Section):
     horizon_versions: Annotated[int, Field(ge=1)] = 20
 
 
-class RecordingConfig(Section):
-    """[recording]: keeps accepted samples on disk too, for ``draft-trainer init`` and ``fit``."""
-
-    directory: ConfigPath | None = None
-    capacity_bytes: Annotated[int, Field(ge=1)] = 16 << 30
-    shard_bytes: Annotated[int, Field(ge=1)] = 256 << 20
-    queue_bytes: Annotated[int, Field(ge=1)] = 256 << 20
-
-
 class TrainerConfig(Section):
     """The whole file."""
 
@@ -394,7 +385,6 @@ class TrainerConfig(Section):
     publish: PublishConfig = PublishConfig()
     canary: CanaryConfig = CanaryConfig()
     economy: EconomyConfig = EconomyConfig()
-    recording: RecordingConfig = RecordingConfig()
 
     @model_validator(mode="after")
     def _depth_covers_the_served_drafts(self) -> TrainerConfig:

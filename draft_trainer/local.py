@@ -23,6 +23,8 @@ from draft_trainer.server.app import TrainerServer
 from draft_trainer.training.ranks import Ranks
 from slipstream.errors import RefusedError
 from slipstream.hub import local_folder
+from slipstream.v1 import draft_trainer_pb2 as pb
+from slipstream.v1 import release_pb2
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +43,7 @@ class LocalTrainer(AbstractContextManager["LocalTrainer"]):
             `top`.
         url: of the trainer's page.
         releases: folder of the releases.
+        config: the whole configuration.
 
     Raises:
         RefusedError: the configuration or the draft cannot be used, it bounds this process's GPU
@@ -84,6 +87,8 @@ class LocalTrainer(AbstractContextManager["LocalTrainer"]):
             self.address = trainer.address
             self.url = trainer.ready_line.rpartition("web=")[2]
             self.releases = settings.draft.registry
+            self.config = settings
+            self._trainer = trainer
             self._owned = owned.pop_all()
         # A thread that is inside torch while the interpreter ends aborts the process.
         atexit.register(self._close_at_exit, os.getpid())
@@ -95,6 +100,14 @@ class LocalTrainer(AbstractContextManager["LocalTrainer"]):
         """Stop the trainer. A second call changes nothing."""
         self._owned.close()
         atexit.unregister(self._close_at_exit)
+
+    def status(self) -> pb.TrainerStatus:
+        """The trainer's status now, as `draft-trainer status` shows it."""
+        return self._trainer.status.read()
+
+    def verdicts(self) -> list[release_pb2.Verdict]:
+        """The gate's verdicts that are kept, oldest first; with those before a restart."""
+        return self._trainer.status.verdicts()
 
     def _close_at_exit(self, process: int) -> None:
         # Not in a forked child, which has no threads of ours.

@@ -1,4 +1,4 @@
-"""What a task offers to the examples' loop, pretraining and recording. A module can be a task.
+"""What a task offers to the examples' loop, pretraining and warm-up. A module can be a task.
 
 Solutions are lines in one of two styles. The corpus is almost all terse and the reward favours
 ornate lines, so GRPO moves the policy onto words and layouts that it, and a draft trained beside

@@ -1,4 +1,4 @@
-"""``draft-trainer``: runs the trainer, queries a running one, or makes a draft offline.
+"""``draft-trainer``: runs the trainer, queries a running one, or makes a draft.
 
 Every command is a dataclass: its fields are the options, its docstring is the help, ``run`` does
 the work and returns the exit code. Nothing that loads torch is imported before ``run``.
@@ -23,10 +23,11 @@ import tyro
 from tyro.conf import UseAppendAction, arg, subcommand
 
 from draft_trainer.cli.doctor import Doctor
-from draft_trainer.cli.offline import Fit, Init, Record
+from draft_trainer.cli.init import Init
 from draft_trainer.cli.plan import Plan
 from draft_trainer.cli.release_actions import Releases
 from draft_trainer.cli.top import Events, Status, Top
+from draft_trainer.cli.warmup import Warmup
 from slipstream.errors import RefusedError
 
 if TYPE_CHECKING:
@@ -173,9 +174,8 @@ def tune_memory() -> None:
 
 _COMMANDS: Any = (
     Annotated[Serve, subcommand("serve")]
-    | Annotated[Record, subcommand("record")]
+    | Annotated[Warmup, subcommand("warmup")]
     | Annotated[Init, subcommand("init")]
-    | Annotated[Fit, subcommand("fit")]
     | Annotated[Plan, subcommand("plan")]
     | Annotated[Status, subcommand("status")]
     | Annotated[Top, subcommand("top")]
@@ -185,19 +185,28 @@ _COMMANDS: Any = (
 )
 
 
+_GONE = dict.fromkeys(("record", "fit"), "draft-trainer warmup")
+"""Commands that are gone, and what takes their place."""
+
+
 def parse(argv: Sequence[str] | None = None) -> Any:
     """The command that the arguments name, a dataclass of this package.
 
     Raises:
+        RefusedError: the command is gone.
         SystemExit: 2, the arguments are wrong (told on stderr); 0, help or a completion script was
             asked for.
     """
+    given = list(sys.argv[1:] if argv is None else argv)
+    if given and (instead := _GONE.get(given[0])):
+        found, step = "a command of an older release", f"see {instead} --help"
+        raise RefusedError(f"draft-trainer {given[0]}", found, instead, step)
     return tyro.cli(
         _COMMANDS,
         prog="draft-trainer",
         description="Trains a draft on a moving policy's states and publishes it. "
         "--version prints the version.",
-        args=argv,
+        args=given,
         config=(
             tyro.conf.FlagCreatePairsOff,
             tyro.conf.OmitArgPrefixes,
@@ -226,7 +235,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:
         print(
             f"draft-trainer: {error}. Next step: see that the folder can be written and the disk "
-            "has room, then run it again (fit: with --resume)",
+            "has room, then run it again",
             file=sys.stderr,
         )
         return FAILED

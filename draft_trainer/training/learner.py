@@ -89,7 +89,6 @@ class Learner:
         config: [training].
         ranks: with more than one, ``step`` is called by all of them together, each with its share
             of the samples, after ``take_rank_0`` has given all of them the same weights.
-        schedule: of the learning rate; that of ``config``, without decay, if None.
     """
 
     def __init__(
@@ -97,7 +96,6 @@ class Learner:
         head: Draft,
         config: TrainingConfig,
         ranks: Ranks | None = None,
-        schedule: Schedule | None = None,
     ) -> None:
         self.head = head.float()
         self.config = config
@@ -106,7 +104,7 @@ class Learner:
         self.anchors_trained = 0
         self.steps_since_restart = 0
         self.pace = Pace()
-        self._schedule = schedule or Schedule(config.learning_rate, config.warmup_steps)
+        self._schedule = Schedule(config.learning_rate, config.warmup_steps)
         self._weights = step_weights(config.ttt_steps, config.step_weight_decay)
         self._optimizer = DraftOptimizer(head, config)
         self._ranks = ranks or Ranks()
@@ -167,7 +165,7 @@ class Learner:
         if not skipped and not self.pace.measured:
             self.pace.begin(columns["acceptance"])
         since = self.config.warmup_steps if self.pace.halvings < 0 else self.steps_since_restart
-        rate = self._schedule.rate(self.steps, since) * self.pace.rate
+        rate = self._schedule.rate(since) * self.pace.rate
         self.steps_skipped += not finite
         if not skipped:
             self._wait_for_copy()

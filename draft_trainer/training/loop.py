@@ -91,6 +91,7 @@ class TrainingLoop:
 
     def start(self) -> None:
         """Begin. Once only."""
+        self.counters.idle = False
         self._thread.start()
 
     def stop(self, timeout: float) -> bool:
@@ -133,6 +134,8 @@ class TrainingLoop:
                 self._consider(run)
                 self._sleep()
                 continue
+            # Before a draw: what is idle has nothing left that a draw took, and gated it.
+            self.counters.idle = False
             drawn = self._stored(partial(self._draw, run))
             if drawn is None:
                 self.followers.keep_alive()
@@ -142,7 +145,6 @@ class TrainingLoop:
                 self._consider(run)
                 self._sleep()
                 continue
-            self.counters.idle = False
             if run.run_id != self.position.run_id:
                 self._begin_run(run)
             shortage = ""

@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import argparse
 import os
+import random
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -23,15 +24,12 @@ import torch.distributed as dist
 
 from draft_trainer.config import TrainingConfig
 from draft_trainer.drafters import Draft
-from draft_trainer.offline.data import steps_of
 from draft_trainer.training.learner import Learner
-from draft_trainer.training.optimizer import Schedule
 from draft_trainer.training.ranks import RankLostError, Ranks, shares
 from draft_trainer.training.state import StateStore, head_facts
 from tests.draft_trainer.synthetic import Policy, dflash_head, draft_model_head, head, mtp_head
 
 CONFIG = TrainingConfig(learning_rate=5e-3, warmup_steps=5, weight_averaging=0.9, ttt_steps=3)
-SCHEDULE = Schedule(5e-3, warmup_steps=5, decay_steps=60)
 
 HEADS: dict[str, Callable[[int], Draft]] = {
     "eagle3": head,
@@ -81,9 +79,9 @@ def train(options: argparse.Namespace, ranks: Ranks) -> None:
     head = HEADS[options.kind](ranks.rank)
     heads = Policy(0, 4.0).heads(rows=head.target_ids())
     lengths = [sample.tokens for sample in samples]
-    steps = list(steps_of(lengths, 80, seed=7, epochs=options.epochs))
+    steps = steps_of(lengths, options.epochs)
     # Not rank 0's weights: it must give them to the others.
-    learner = Learner(head, CONFIG, ranks, SCHEDULE)
+    learner = Learner(head, CONFIG, ranks)
     done, store = 0, None
     # Not the test kills it: a test that is held up would find that the training has ended.
     dying = threading.Timer(options.die_after or 0.0, os.kill, (os.getpid(), signal.SIGKILL))
@@ -103,7 +101,7 @@ def train(options: argparse.Namespace, ranks: Ranks) -> None:
             last = ranks.rank == ranks.size - 1
             if last and learner.steps == options.lose:
                 os.kill(os.getpid(), signal.SIGKILL)
-            chosen, done = steps[done][1], done + 1
+            chosen, done = steps[done], done + 1
             mine = shares([lengths[i] for i in chosen], ranks.size)[ranks.rank]
             batch = [samples[chosen[i]] for i in mine]
             if last and learner.steps == options.ruin and not learner.steps_skipped:
@@ -122,6 +120,20 @@ def train(options: argparse.Namespace, ranks: Ranks) -> None:
     ranks.leave()
     names = [path.read_text() for path in Path("/proc/self/task").glob("*/comm")]
     print(f"rank {ranks.rank} leaves {sum('gloo' in name for name in names)} threads", flush=True)
+
+
+def steps_of(lengths: Sequence[int], epochs: int) -> list[list[int]]:
+    """The samples of every step, 80 tokens at most; each sample once an epoch."""
+    rng, steps = random.Random(7), []
+    for _ in range(epochs):
+        tokens = 80
+        for sample in rng.sample(range(len(lengths)), len(lengths)):
+            tokens += lengths[sample]
+            if tokens > 80:
+                steps.append([])
+                tokens = lengths[sample]
+            steps[-1].append(sample)
+    return steps
 
 
 def die_at(text: str) -> None:
