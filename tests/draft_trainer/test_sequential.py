@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from draft_trainer.config import CanaryConfig
-from draft_trainer.releases.confidence import TUNED_FOR, Arm, decide
-from draft_trainer.releases.pointer import Batch
+from draft_trainer.releases.confidence import TUNED_FOR, Arm, Batch, decide
 
 pytestmark = pytest.mark.contract("trial")
 

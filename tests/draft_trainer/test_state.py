@@ -269,11 +269,11 @@ def write_pointer(path: Path, document: object, checksum: object = None) -> None
 
 
 def flip_a_bit(path: Path) -> None:
-    """Live becomes 2, which is good: a release that the fleet would be put on without a word."""
+    """Live becomes 1, a release that never passed: the fleet would be put on it without a word."""
     with sqlite3.connect(path) as database:
         [(document, checksum)] = database.execute("SELECT document, checksum FROM pointer")
     assert '"live":3' in document
-    write_pointer(path, document.replace('"live":3', '"live":2'), checksum)
+    write_pointer(path, document.replace('"live":3', '"live":1'), checksum)
 
 
 def ruin_a_list(path: Path) -> None:
