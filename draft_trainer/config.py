@@ -300,6 +300,8 @@ class PublishConfig(Section):
         state_timeout_s, stage_timeout_s, commit_timeout_s: deadline of each call; a commit with a
             policy has ``releases.client.POLICY_SECONDS``.
         reconcile_s: between two checks of what the servers serve; 0 for none.
+        shared_registry: folder of storage that the servers see, too, with the registry in it: they
+            read releases there. None: they are sent.
     """
 
     rollout_servers: Annotated[tuple[str, ...], Field(strict=False)] = ()
@@ -310,6 +312,7 @@ class PublishConfig(Section):
     stage_timeout_s: Seconds = 60.0
     commit_timeout_s: Seconds = 10.0
     reconcile_s: Annotated[float, Field(ge=0.0, le=3600.0, allow_inf_nan=False)] = 2.0
+    shared_registry: ConfigPath | None = None
 
     @field_validator("rollout_servers")
     @classmethod
@@ -395,5 +398,17 @@ class TrainerConfig(Section):
                 depth,
                 f"at least publish.num_speculative_tokens = {k}",
                 "raise training.ttt_steps, or serve a shorter draft",
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _registry_is_shared(self) -> TrainerConfig:
+        shared, registry = self.publish.shared_registry, self.draft.registry
+        if shared is not None and not registry.is_relative_to(shared):
+            raise RefusedError(
+                "publish.shared_registry",
+                shared,
+                f"a folder with draft.registry ({registry}) in it",
+                "put the registry on the shared storage, or remove publish.shared_registry",
             )
         return self

@@ -31,8 +31,9 @@ from rollout_server.plugins import API, Settings, is_active
 from rollout_server.policy_spans import PolicyVersions
 from rollout_server.served import SERVED, Served
 from rollout_server.service import ControlServer, RolloutService, refuse_shared
+from rollout_server.shared import SharedRegistry
 from rollout_server.step_costs import CostWatch, StepCosts
-from rollout_server.store import ContentStore, WeightSource, make_directory
+from rollout_server.store import StageStore, WeightSource, make_directory
 from rollout_server.vllm_patches import EMBEDDING
 from rollout_server.vllm_versions import DRAFT_LENGTHS_V2, Sources, installed_source
 from slipstream.checkpoints import (
@@ -81,7 +82,7 @@ class ControlPlaneEndpoint:
 async def _start(settings: Settings, engine: VllmEngine, state: Any, args: Any) -> None:
     from vllm.version import __version__ as vllm_version
 
-    store = ContentStore(make_directory(settings.stage_bytes), settings.stage_bytes)
+    store = StageStore(make_directory(settings.stage_bytes), settings.stage_bytes)
     API.closers.append(store.close)
     commits, costs = CommitCounts(), StepCosts()
     runner = (await engine.describe()).runner
@@ -106,7 +107,7 @@ async def _start(settings: Settings, engine: VllmEngine, state: Any, args: Any) 
         API.tracker,
         commits.committed,
     )
-    API.closers.append(service.workers.close)
+    API.closers += [service.workers.close, service.shared.close]
 
     def http_started() -> bool:
         return bool(getattr(getattr(state, "server", None), "started", False))
@@ -229,7 +230,7 @@ def _load(client: Any) -> Callable[[int, int], Awaitable[None]]:
 
 async def control_plane(
     engine: VllmEngine,
-    store: ContentStore,
+    store: StageStore,
     settings: Settings,
     policy_layout: Layout,
     tracker: AcceptanceTracker,
@@ -262,11 +263,12 @@ async def control_plane(
             quantized=quantization(config, policy_layout),
         ),
     }
-    return control, RolloutService(control, expected, served)
+    shared = SharedRegistry(settings.shared_registry)
+    return control, RolloutService(control, expected, served, shared)
 
 
 def _stage_first_draft(
-    draft_dir: Path, store: ContentStore, tied: bool, policys: Collection[str]
+    draft_dir: Path, store: StageStore, tied: bool, policys: Collection[str]
 ) -> Weights:
     """The draft the server was started with, as if it had been staged: going back to it later needs
     neither the network nor its directory.
@@ -289,14 +291,14 @@ def _stage_first_draft(
         if manifest.HasField("trained_against_policy_version"):
             against = manifest.trained_against_policy_version
     specs = [spec_of(name, tensor) for name, tensor in tensors.items()]
-    weights = Weights.of(DRAFT, version, specs, store, trained_against=against)
+    folder = store.new_folder()
+    weights = Weights.of(DRAFT, version, specs, folder, trained_against=against)
     contents = {staged.key: tensors[staged.name] for staged in weights.source.tensors}
-    with store.reserve(sum(key.size for key in contents)) as reservation:
+    with store.receiving(folder, contents):
         for staged in weights.source.tensors:
             check_finite(staged.name, tensors[staged.name])
         for key, tensor in contents.items():
-            store.write(key, tensor)
-            store.add(key, reservation)
+            store.write(folder, key, tensor)
     return weights
 
 

@@ -13,12 +13,13 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from rollout_server.acceptance import AcceptanceTracker
 from rollout_server.engine import ReceivedError, UntrustedEngineError, VllmEngine
 from rollout_server.reload import Change, Result
-from rollout_server.store import ContentStore, Key, StagedTensor, WeightSource
+from rollout_server.store import Key, StagedTensor, StageStore, WeightSource
 from slipstream.errors import RefusedError, StatusCode
 from slipstream.tensors import release_digest
 from slipstream.v1 import rollout_server_pb2 as pb
@@ -42,6 +43,7 @@ class Weights:
         source: where a worker reads it.
         stage_id: the id it was staged under; empty for a checkpoint on disk.
         trained_against: for a draft: the policy version it was trained against.
+        folder: of its tensors in the store; None for a checkpoint on disk.
     """
 
     kind: str
@@ -49,6 +51,7 @@ class Weights:
     source: WeightSource
     stage_id: str = ""
     trained_against: int | None = None
+    folder: Path | None = None
 
     @classmethod
     def of(
@@ -56,26 +59,28 @@ class Weights:
         kind: str,
         version: int,
         specs: Iterable[tensor_pb2.TensorSpec],
-        store: ContentStore,
+        folder: Path,
         stage_id: str = "",
         trained_against: int | None = None,
     ) -> Weights:
-        """The weights that ``specs`` name, as they will be in the store."""
+        """The weights that ``specs`` name, as they will be in a folder of the store."""
         keys = [(spec, Key.of(spec)) for spec in sorted(specs, key=lambda spec: spec.name)]
         tensors = tuple(
-            StagedTensor(spec.name, key, tuple(spec.shape), str(store.path(key)))
+            StagedTensor(spec.name, key, tuple(spec.shape), str(key.below(folder)))
             for spec, key in keys
         )
-        return cls(kind, version, WeightSource(tensors=tensors), stage_id, trained_against)
-
-    @property
-    def keys(self) -> tuple[Key, ...]:
-        """Its content in the store; empty for a checkpoint on disk."""
-        return tuple(tensor.key for tensor in self.source.tensors)
+        source = WeightSource(tensors=tensors)
+        return cls(kind, version, source, stage_id, trained_against, folder)
 
     def same_content(self, other: Weights) -> bool:
         """Whether both would be indistinguishable once live."""
-        return replace(self, stage_id="") == replace(other, stage_id="")
+        return self._content == other._content
+
+    @property
+    def _content(self) -> tuple[object, ...]:
+        tensors = tuple((tensor.name, tensor.key, tensor.shape) for tensor in self.source.tensors)
+        where = replace(self.source, tensors=())
+        return self.kind, self.version, self.trained_against, where, tensors
 
 
 Committed = Callable[[str, str, Result | None], None]
@@ -88,7 +93,7 @@ class RolloutControl:
     def __init__(
         self,
         engine: VllmEngine,
-        store: ContentStore,
+        store: StageStore,
         tracker: AcceptanceTracker,
         committed: Committed,
         draft: Weights,
@@ -117,7 +122,6 @@ class RolloutControl:
         self._against: dict[str, str] = {}
         self._trainer, self._claimed_at = "", -math.inf
         self._left_out_by = ""
-        store.retain(draft.keys)
 
     @property
     def not_ready(self) -> str:
@@ -208,29 +212,35 @@ class RolloutControl:
         state.MergeFrom(self._constants)
         return state
 
-    def already_staged(self, weights: Weights) -> bool:
-        """Whether this very stage is held already.
+    def already_staged(self, weights: Weights) -> Weights | None:
+        """This very stage, where it is held already.
 
         Raises RefusedError: its id is staged with other content, or too many stages are held.
         """
         known = self.staged.get(weights.stage_id)
         if known is not None:
             if known.same_content(weights):
-                return True
+                return known
             found, code = f"{weights.stage_id}, with other content", StatusCode.ALREADY_EXISTS
             raise RefusedError("stage_id", found, "a new id", "abort the old stage first", code)
         if len(self.staged) >= MAX_STAGED:
             found, code = f"{len(self.staged)} stages held", StatusCode.RESOURCE_EXHAUSTED
             expected = f"at most {MAX_STAGED}"
             raise RefusedError("stage_id", found, expected, "commit or abort them", code)
-        return False
+        return None
 
     def add_stage(self, weights: Weights) -> None:
-        """A verified stage, ready to commit; its content is in the store."""
-        if not self.already_staged(weights):
-            self.store.retain(weights.keys)
-            self.staged[weights.stage_id] = weights
-            self.tracker.wake()
+        """A verified stage, ready to commit, whose tensors are in the store.
+
+        They are removed where it is staged already. Raises RefusedError: as ``already_staged``.
+        """
+        try:
+            if self.already_staged(weights) is None:
+                self.staged[weights.stage_id] = weights
+                self.tracker.wake()
+        finally:
+            if self.staged.get(weights.stage_id) is not weights:
+                self.store.remove(weights.folder)
 
     async def prepare(self, weights: Weights) -> str:
         """Have the workers make a draft's standby copy, so that its commit is a swap.
@@ -350,7 +360,7 @@ class RolloutControl:
         for stage_id in stage_ids:
             weights = self.staged.pop(stage_id, None)
             if weights is not None:
-                self.store.release(weights.keys)
+                self.store.remove(weights.folder)
                 self.tracker.wake()
         return Result(0.0)
 
@@ -385,7 +395,7 @@ class RolloutControl:
         # Usually ready; if not, it is prepared while the engine generates.
         await self.engine.prepare(previous.source, None)
         result = await self._apply([previous], "rollback", arrival)
-        self.store.release(self.live[DRAFT].keys)
+        self.store.remove(self.live[DRAFT].folder)
         self.live[DRAFT] = previous
         self.draft_live_since = time.time()
         # The draft that was rolled back is not kept for another roll back.
@@ -434,18 +444,18 @@ class RolloutControl:
         return result
 
     def _went_live(self, weights: Weights) -> None:
-        """The stage's reference becomes the live weights'; what it replaces moves on."""
+        """The stage becomes the live weights; what it replaces moves on."""
         replaced, self.live[weights.kind] = self.live[weights.kind], weights
         if weights.kind == POLICY:
-            self.store.release(replaced.keys)
+            self.store.remove(replaced.folder)
             return
         if replaced.same_content(weights):
             # The same release once more repairs the memory; what RollBack goes to stays.
-            self.store.release(replaced.keys)
+            self.store.remove(replaced.folder)
             return
         self.draft_live_since = time.time()
         if self.previous_draft is not None:
-            self.store.release(self.previous_draft.keys)
+            self.store.remove(self.previous_draft.folder)
         self.previous_draft = replaced
 
     def _named(self, stage_id: str) -> Weights:

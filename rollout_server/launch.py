@@ -183,6 +183,13 @@ def build_parser() -> Any:
     ):
         group.add_argument(option, type=int, default=default, metavar="N", help=what)
     group.add_argument(
+        "--shared-registry",
+        type=Path,
+        metavar="DIR",
+        help="Folder of storage that is shared with the trainer (publish.shared_registry there): "
+        "releases are read below it instead of being sent.",
+    )
+    group.add_argument(
         "--time-plain-steps",
         action="store_true",
         help="Turn drafting off for at most a second, once an hour for each number of requests in "
@@ -219,6 +226,9 @@ def settings_of(args: argparse.Namespace) -> Settings:
     from vllm.version import __version__ as vllm_version
 
     _check_supported(args)
+    if args.shared_registry is not None and not args.shared_registry.is_dir():
+        expected, next_step = "a folder", "mount the storage first, or leave the option out"
+        raise RefusedError("--shared-registry", args.shared_registry, expected, next_step)
     if args.model_tag is None:
         raise RefusedError("MODEL", "nothing", "a checkpoint", "name it after serve")
     access = access_of(args)

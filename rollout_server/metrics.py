@@ -18,7 +18,7 @@ from rollout_server.control import DRAFT, POLICY, RolloutControl
 from rollout_server.draft_length import LengthChooser, sizes_to_measure
 from rollout_server.reload import Result
 from rollout_server.step_costs import StepCosts
-from rollout_server.store import ContentStore
+from rollout_server.store import StageStore
 from slipstream.errors import Refusals
 from slipstream.metrics import Fact, FactCollector, Value, unit_of
 from slipstream.security import REASONS
@@ -83,7 +83,7 @@ class Observed:
 
     tracker: AcceptanceTracker
     control: RolloutControl
-    store: ContentStore
+    store: StageStore
     commits: CommitCounts
     costs: StepCosts
     refusals: Refusals
@@ -118,7 +118,7 @@ def _planned(lengths: LengthChooser | None) -> dict[str, int]:
 def _versions_behind(observed: Observed) -> int | None:
     draft, policy = observed.control.live[DRAFT], observed.control.live[POLICY]
     # A draft kind without weights has no tensors, and nothing to train.
-    if policy.version is None or not draft.keys:
+    if policy.version is None or not draft.source.tensors:
         return None
     return max(0, policy.version - (draft.trained_against or 0))
 

@@ -42,6 +42,7 @@ class Settings:
     stage_bytes: int = 4 << 30
     guard_drafts: int = 512
     time_plain_steps: bool = False
+    shared_registry: Path | None = None
 
 
 @dataclass

@@ -1,8 +1,8 @@
 """The rollout server's gRPC service: stages, commits, state and acceptance.
 
 Runs inside the event loop of vLLM's API server, on ``slipstream.serving``. A stage's memory is
-bounded: capacity in the content store is reserved before the first byte, and a tensor leaves the
-heap as soon as it is complete and verified.
+bounded: capacity in the store is reserved before the first byte, and a tensor leaves the heap as
+soon as it is complete and verified.
 """
 
 # ruff: noqa: N802 (gRPC's names)
@@ -27,6 +27,7 @@ from rollout_server.control import ACCEPTANCE, DRAFT, POLICY, RolloutControl, We
 from rollout_server.engine import Description
 from rollout_server.reload import Result
 from rollout_server.served import Served
+from rollout_server.shared import SharedRegistry
 from rollout_server.store import WeightSource
 from rollout_server.upload import BYTES_PER_SECOND, Upload
 from slipstream.client import TRAINER
@@ -149,12 +150,14 @@ class RolloutService(pb_grpc.RolloutServerServicer):
         control: RolloutControl,
         expected: Mapping[str, Expected],
         served: Served,
+        shared: SharedRegistry,
     ) -> None:
         self._control = control
         self._served = served
         self._expected = expected
+        self.shared = shared
         self.workers = Workers(_WORKERS, "stage")
-        self._not_prepared = ""
+        self._not_prepared = self._not_shared = ""
 
     async def Stage(
         self, request_iterator: AsyncIterator[pb.StageRequest], context: Any
@@ -170,38 +173,49 @@ class RolloutService(pb_grpc.RolloutServerServicer):
             yield pb.StageResponse(staged=pb.StageResult(stage_id=header.stage_id, seconds=seconds))
             return
         weights, upload = await self._begin(header, kind)
-        with upload.opened():
-            yield pb.StageResponse(needed=pb.StageNeeded(names=list(upload.missing)))
-            end = time.perf_counter() + CHUNK_SECONDS + upload.needed_bytes / BYTES_PER_SECOND
-            while upload.missing:
-                request = await _next(request_iterator, end - time.perf_counter())
-                if request is None:
-                    await upload.finish()
-                elif request.WhichOneof("kind") != "chunk":
-                    raise RefusedError(
-                        "kind", "another header", "a chunk", "open a stream per stage"
-                    )
-                else:
-                    await upload.feed(request.chunk)
+        not_shared = ""
+        if upload is None:
+            yield pb.StageResponse(needed=pb.StageNeeded())
+        else:
+            with upload.opened():
+                not_shared = await self._read_shared(header, kind, upload)
+                yield pb.StageResponse(needed=pb.StageNeeded(names=list(upload.missing)))
+                await _received(request_iterator, upload)
             self._control.add_stage(weights)
-        yield pb.StageResponse(staged=await self._prepared(weights, upload, start))
+        staged = await self._prepared(weights, start)
+        staged.not_shared = not_shared
+        staged.bytes_received = 0 if upload is None else upload.bytes_received
+        yield pb.StageResponse(staged=staged)
 
-    async def _begin(self, header: pb.StageHeader, kind: str) -> tuple[Weights, Upload]:
-        """Check what is to be staged before anything of it is sent."""
+    async def _begin(self, header: pb.StageHeader, kind: str) -> tuple[Weights, Upload | None]:
+        """Check what is to be staged before anything of it is sent; no upload: it is held."""
         against = None
         if header.HasField("trained_against_policy_version") and kind == DRAFT:
             against = header.trained_against_policy_version
         store = self._control.store
         tensors = self._expected[kind].check(header.tensors)
-        weights = Weights.of(kind, header.version, tensors, store, header.stage_id, against)
+        folder = store.new_folder()
+        weights = Weights.of(kind, header.version, tensors, folder, header.stage_id, against)
         if kind == POLICY:
             # Before its capacity is reserved, and what is refused above aborts nothing.
             await self._control.abort_other_policies(header.stage_id)
-        if not self._control.already_staged(weights):
-            refuse_shared(await self._control.engine.describe(), self._served)
+        held = self._control.already_staged(weights)
+        if held is not None:
+            return held, None
+        refuse_shared(await self._control.engine.describe(), self._served)
         return weights, Upload(tensors, weights, store, self.workers)
 
-    async def _prepared(self, weights: Weights, upload: Upload, start: float) -> pb.StageResult:
+    async def _read_shared(self, header: pb.StageHeader, kind: str, upload: Upload) -> str:
+        """Read what is missing from shared storage; why the rest has to be sent."""
+        if not header.shared_folder or kind != DRAFT or not upload.missing:
+            return ""
+        not_shared = await self.shared.fill(upload, header.shared_folder)
+        if not_shared not in ("", self._not_shared):
+            self._not_shared = not_shared
+            logger.warning("draft %d is sent, not read there: %s", header.version, not_shared)
+        return not_shared
+
+    async def _prepared(self, weights: Weights, start: float) -> pb.StageResult:
         not_prepared = await self._control.prepare(weights)
         seconds = time.perf_counter() - start
         if not_prepared not in ("", self._not_prepared):
@@ -212,12 +226,7 @@ class RolloutService(pb_grpc.RolloutServerServicer):
                 weights.version,
                 not_prepared,
             )
-        return pb.StageResult(
-            stage_id=weights.stage_id,
-            bytes_received=upload.bytes_received,
-            seconds=seconds,
-            not_prepared=not_prepared,
-        )
+        return pb.StageResult(stage_id=weights.stage_id, seconds=seconds, not_prepared=not_prepared)
 
     async def _stage_transfer(self, header: pb.StageHeader) -> None:
         """Hold a policy that vLLM's weight-transfer engine will receive inside the commit."""
@@ -304,6 +313,19 @@ def _trainer(context: Any) -> str:
         if key == TRAINER:
             return clean(str(value), 64)
     return ""
+
+
+async def _received(requests: AsyncIterator[pb.StageRequest], upload: Upload) -> None:
+    """Take a stage's chunks until nothing is missing. Raises RefusedError as ``Upload.feed``."""
+    end = time.perf_counter() + CHUNK_SECONDS + upload.needed_bytes / BYTES_PER_SECOND
+    while upload.missing:
+        request = await _next(requests, end - time.perf_counter())
+        if request is None:
+            await upload.finish()
+        elif request.WhichOneof("kind") != "chunk":
+            raise RefusedError("kind", "another header", "a chunk", "open a stream per stage")
+        else:
+            await upload.feed(request.chunk)
 
 
 async def _next(

@@ -1,10 +1,9 @@
-"""Weights on the host: tensors by content hash, and how a worker reads them.
+"""Weights on the host: a folder of raw tensors for each stage, and how a worker reads them.
 
-One file of raw bytes per tensor, named by SHA-256 and dtype, in a private directory (in shared
-memory where it fits). Workers map the files, so nothing is copied between receiving a tensor
-and loading it, and a release that was served before needs no network. Bounded in bytes: a tensor
-stays while a stage, the live weights or the previous ones retain it; the others are evicted in
-least-recently-used order.
+The folders lie in a private directory, in shared memory where it fits. Workers map the files, so
+nothing is copied between receiving a tensor and loading it. A folder is held as long as its stage,
+or the live or previous weights that the stage has become. What a new stage has in common with them
+is linked into its folder and need not be sent. All of them together are bounded in bytes.
 
 Only paths, shapes and dtypes cross the engine's RPC, never tensors: vLLM pickles what it passes to
 workers, and a policy has gigabytes.
@@ -19,8 +18,8 @@ import os
 import shutil
 import tempfile
 import uuid
-from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -56,117 +55,99 @@ class Key:
         size = math.prod(spec.shape) * dtype.itemsize
         return cls(spec.sha256.hex(), str(dtype).removeprefix("torch."), size)
 
-
-@dataclass
-class Reservation:
-    """Bytes of the store that are set aside and not used yet."""
-
-    left: int
+    def below(self, folder: Path) -> Path:
+        """Its file in a stage's folder."""
+        return folder / f"{self.sha256}.{self.dtype}"
 
 
-class ContentStore:
+class StageStore:
     """See the module. Not thread-safe: the event loop owns it, except for ``write``."""
 
     def __init__(self, directory: Path, capacity: int) -> None:
         self._directory = directory
         self.capacity = capacity
-        self._resident: OrderedDict[Key, None] = OrderedDict()
-        self._references: Counter[Key] = Counter()
-        self._reserved = 0
-        self._bytes = 0
+        self._held: dict[Path, frozenset[Key]] = {}
+        self._arriving = 0
+        # Freeing a gigabyte of shared memory takes half a second.
+        self._deleting = ThreadPoolExecutor(1, thread_name_prefix="stage-store")
 
     @property
     def bytes(self) -> int:
-        """Bytes on the host, reservations included."""
-        return self._bytes + self._reserved
+        """Bytes on the host, those that arrive included; what is linked counts once."""
+        held = frozenset[Key]().union(*self._held.values())
+        return sum(key.size for key in held) + self._arriving
 
-    def __contains__(self, key: Key) -> bool:
-        return key in self._resident
-
-    def path(self, key: Key) -> Path:
-        """Where a tensor's bytes are, or will be."""
-        return self._directory / f"{key.sha256}.{key.dtype}"
-
-    def retain(self, keys: Iterable[Key]) -> None:
-        """Take a reference to each; the content may arrive later."""
-        for key in keys:
-            self._references[key] += 1
-            if key in self._resident:
-                self._resident.move_to_end(key)
-
-    def release(self, keys: Iterable[Key]) -> None:
-        """Undo one ``retain``; content without references stays until its bytes are needed."""
-        for key in keys:
-            self._references[key] -= 1
-            if self._references[key] <= 0:
-                del self._references[key]
+    def new_folder(self) -> Path:
+        """A path for a stage's folder; ``receiving`` makes it."""
+        return self._directory / uuid.uuid4().hex
 
     @contextlib.contextmanager
-    def reserve(self, size: int) -> Iterator[Reservation]:
-        """Set ``size`` bytes aside while tensors arrive.
+    def receiving(self, folder: Path, keys: Iterable[Key]) -> Iterator[frozenset[Key]]:
+        """Make a stage's folder, which is held afterwards; a stage that ends with an error leaves
+        nothing.
 
-        Raises RefusedError: they do not fit beside what is retained (RESOURCE_EXHAUSTED).
+        Yields:
+            The content that nothing has that is held: ``write`` it.
+
+        Raises:
+            RefusedError: it does not fit beside what is held (RESOURCE_EXHAUSTED).
         """
-        for key in [key for key in self._resident if key not in self._references]:
-            if self.bytes + size <= self.capacity:
-                break
-            self._remove(key)
+        wanted = frozenset(keys)
+        there = {
+            key: key.below(other)
+            for other, contents in self._held.items()
+            for key in wanted & contents
+        }
+        size = sum(key.size for key in wanted - there.keys())
         if self.bytes + size > self.capacity:
             found, code = f"{size} bytes beside {self.bytes}", StatusCode.RESOURCE_EXHAUSTED
             next_step = "abort stages that are not needed, or raise --stage-bytes"
             raise RefusedError("tensors", found, f"at most {self.capacity}", next_step, code)
-        self._reserved += size
-        reservation = Reservation(size)
+        self._arriving += size
         try:
-            yield reservation
+            with self._refusing(0):
+                folder.mkdir(mode=0o700)
+                for key, path in there.items():
+                    os.link(path, key.below(folder))
+            yield wanted - there.keys()
+            self._held[folder] = wanted
         finally:
-            self._reserved -= reservation.left
+            self._arriving -= size
+            if folder not in self._held:
+                self.remove(folder)
 
-    def write(self, key: Key, tensor: torch.Tensor) -> None:
-        """Write a tensor's bytes; may run in several threads. ``add`` makes them count.
+    def write(self, folder: Path, key: Key, tensor: torch.Tensor) -> None:
+        """Write a tensor's bytes; may run in several threads, for other content each.
 
         Raises RefusedError: the directory is full, or cannot be written (RESOURCE_EXHAUSTED).
         """
-        # A unique name: two stages with the same content may write at the same time.
-        partial = self.path(key).with_suffix(f".{uuid.uuid4().hex}")
-        try:
-            partial.write_bytes(bytes_of(tensor))
-            partial.rename(self.path(key))
-        except OSError as error:
-            with contextlib.suppress(OSError):
-                partial.unlink(missing_ok=True)
-            raise RefusedError(
-                "tensors",
-                f"{self._directory} ({error.strerror})",
-                f"a directory with {key.size} bytes free",
-                "free some memory or disk space on the rollout server, or lower --stage-bytes",
-                StatusCode.RESOURCE_EXHAUSTED,
-            ) from error
+        with self._refusing(key.size):
+            key.below(folder).write_bytes(bytes_of(tensor))
 
-    def add(self, key: Key, reservation: Reservation) -> None:
-        """Register a tensor whose bytes were written within ``reservation``."""
-        reservation.left -= key.size
-        self._reserved -= key.size
-        if key not in self._resident:
-            self._resident[key] = None
-            self._bytes += key.size
-
-    def drop(self, keys: Iterable[Key]) -> None:
-        """Delete content without references, such as that of a refused stage."""
-        for key in keys:
-            if key in self._resident and key not in self._references:
-                self._remove(key)
+    def remove(self, folder: Path | None) -> None:
+        """Delete weights. A worker that has a file mapped keeps its pages."""
+        if folder is not None:
+            self._held.pop(folder, None)
+            self._deleting.submit(shutil.rmtree, folder, ignore_errors=True)
 
     def close(self) -> None:
         """Remove every file."""
+        self._deleting.shutdown()
         shutil.rmtree(self._directory, ignore_errors=True)
-        self._resident.clear()
+        self._held.clear()
 
-    def _remove(self, key: Key) -> None:
-        # A worker that has the file mapped keeps its pages.
-        self.path(key).unlink(missing_ok=True)
-        del self._resident[key]
-        self._bytes -= key.size
+    @contextlib.contextmanager
+    def _refusing(self, size: int) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise RefusedError(
+                "tensors",
+                f"{self._directory} ({error.strerror})",
+                f"a directory with {size} bytes free",
+                "free some memory or disk space on the rollout server, or lower --stage-bytes",
+                StatusCode.RESOURCE_EXHAUSTED,
+            ) from error
 
 
 @dataclass(frozen=True)

@@ -1,16 +1,18 @@
-"""Receives the tensors of a stage that the content store lacks."""
+"""Receives the tensors of a stage that no weights on this server have."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
 
 from rollout_server.checkpoint import check_finite
 from rollout_server.control import Weights
-from rollout_server.store import ContentStore, Key, Reservation
+from rollout_server.store import StageStore
 from slipstream.errors import RefusedError, clean
 from slipstream.serving import Workers
-from slipstream.tensors import ChunkAssembler
+from slipstream.tensors import ChunkAssembler, verified
 from slipstream.v1 import tensor_pb2
 
 BYTES_PER_SECOND = 8 << 20
@@ -20,13 +22,9 @@ BYTES_PER_SECOND = 8 << 20
 class Upload:
     """The missing tensors of one stage, while they arrive.
 
-    Inside ``opened`` the store holds what arrives. A stage that is refused leaves nothing; one that
-    was cut off leaves the tensors that were whole, until the store needs their capacity: staged
-    again, it goes on from there.
-
     Attributes:
-        missing: tensors that have not arrived yet, by name.
-        needed_bytes: of those that the store lacked at first.
+        missing: tensors that have not arrived yet, by name; empty before ``opened``.
+        needed_bytes: of those that were missing at first.
         bytes_received: that the client sent.
     """
 
@@ -34,41 +32,27 @@ class Upload:
         self,
         specs: Sequence[tensor_pb2.TensorSpec],
         weights: Weights,
-        store: ContentStore,
+        store: StageStore,
         workers: Workers,
     ) -> None:
-        self._store = store
+        assert weights.folder is not None
+        self._store, self._folder = store, weights.folder
         self._workers = workers
+        self._specs = {spec.name: spec for spec in specs}
         self._keys = {tensor.name: tensor.key for tensor in weights.source.tensors}
-        self.missing: dict[str, tensor_pb2.TensorSpec] = {}
-        contents: set[Key] = set()
-        for spec in specs:
-            key = self._keys[spec.name]
-            if key not in store and key not in contents:
-                self.missing[spec.name] = spec
-                contents.add(key)
-        self.needed_bytes = sum(self._keys[name].size for name in self.missing)
         self._arriving: dict[str, ChunkAssembler] = {}
-        self._arrived: list[Key] = []
-        self._reservation = Reservation(0)
-        self.bytes_received = 0
+        self.missing: dict[str, tensor_pb2.TensorSpec] = {}
+        self.needed_bytes = self.bytes_received = 0
 
     @contextlib.contextmanager
     def opened(self) -> Iterator[None]:
-        """Reserve capacity and retain the content while the upload lasts."""
-        keys, refused = list(self._keys.values()), False
-        self._store.retain(keys)
-        try:
-            with self._store.reserve(self.needed_bytes) as reservation:
-                self._reservation = reservation
-                yield
-        except RefusedError:
-            refused = True
-            raise
-        finally:
-            self._store.release(keys)
-            if refused:
-                self._store.drop(self._arrived)
+        """Receive the stage inside. Raises RefusedError: it does not fit into the store."""
+        with self._store.receiving(self._folder, self._keys.values()) as lacking:
+            # One name for each content.
+            names = {key: name for name, key in self._keys.items() if key in lacking}
+            self.missing = {name: self._specs[name] for name in names.values()}
+            self.needed_bytes = sum(key.size for key in lacking)
+            yield
 
     async def feed(self, chunk: tensor_pb2.TensorChunk) -> None:
         """Take one chunk. Raises RefusedError: unasked for, damaged, or not finite."""
@@ -84,35 +68,35 @@ class Upload:
         assembler = self._assembler(spec)
         assembler.feed(chunk)
         if assembler.bytes_received == size:
-            await self._store_one(spec)
+            await self._store_sent(spec)
+
+    async def take(self, spec: tensor_pb2.TensorSpec, data: bytearray) -> None:
+        """Take a whole tensor that was read here. Raises as ``feed``; it is still missing then."""
+        await self._store_one(spec, lambda: verified(spec, data))
 
     async def finish(self) -> None:
         """Nothing more comes. Raises RefusedError if a tensor is short."""
         for spec in list(self.missing.values()):
-            await self._store_one(spec)
+            await self._store_sent(spec)
+
+    async def _store_sent(self, spec: tensor_pb2.TensorSpec) -> None:
+        assembler = self._assembler(spec)
+        await self._store_one(spec, lambda: assembler.finish()[spec.name])
+        self._arriving.pop(spec.name)
 
     def _assembler(self, spec: tensor_pb2.TensorSpec) -> ChunkAssembler:
         if spec.name not in self._arriving:
             self._arriving[spec.name] = ChunkAssembler([spec], self._keys[spec.name].size)
         return self._arriving[spec.name]
 
-    async def _store_one(self, spec: tensor_pb2.TensorSpec) -> None:
-        key, assembler = self._keys[spec.name], self._assembler(spec)
-        written: list[Key] = []
-
+    async def _store_one(
+        self, spec: tensor_pb2.TensorSpec, tensor_of: Callable[[], torch.Tensor]
+    ) -> None:
         def verify_and_write() -> None:
-            tensor = assembler.finish()[spec.name]
+            tensor = tensor_of()
             check_finite(spec.name, tensor)
-            self._store.write(key, tensor)
-            written.append(key)
+            self._store.write(self._folder, self._keys[spec.name], tensor)
 
-        try:
-            # Hashing and writing would hold up the API server's event loop.
-            await self._workers.run(verify_and_write)
-        finally:
-            # Also of a stage that was cancelled meanwhile: the file takes the store's bytes.
-            if written:
-                self._store.add(key, self._reservation)
-                self._arrived.append(key)
-                del self.missing[spec.name]
-                self._arriving.pop(spec.name, None)
+        # Hashing and writing would hold up the API server's event loop.
+        await self._workers.run(verify_and_write)
+        del self.missing[spec.name]

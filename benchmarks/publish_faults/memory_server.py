@@ -1,6 +1,6 @@
 """A rollout server in memory: the product's control plane over an engine that is a dictionary.
 
-Staging, checks, content store, commits, roll backs, acceptance counters, health and access are the
+Staging, checks, store, commits, roll backs, acceptance counters, health and access are the
 product's own; only vLLM's workers are replaced. ``MemoryServer`` runs it in the process of a test,
 ``server_process`` in one of its own, which may be killed.
 """
@@ -31,7 +31,7 @@ from rollout_server.plugins import Settings
 from rollout_server.reload import Change, Result
 from rollout_server.service import ControlServer, RolloutService
 from rollout_server.standby import SAME
-from rollout_server.store import ContentStore, WeightSource
+from rollout_server.store import StageStore, WeightSource
 from slipstream.checkpoints import load_tensors, read_layout
 from slipstream.errors import RefusedError
 from slipstream.security import Access, TokenFiles
@@ -112,7 +112,7 @@ def _no_metrics(kind: str, outcome: str, result: Result | None) -> None: ...
 
 
 async def control_plane(
-    engine: Any, store: ContentStore, settings: Settings, tracker: AcceptanceTracker
+    engine: Any, store: StageStore, settings: Settings, tracker: AcceptanceTracker
 ) -> tuple[RolloutControl, RolloutService]:
     """The product's, for a policy whose checkpoint may be a draft's: no policy has a ``t2d``."""
     layout = read_layout(settings.model_dir)
@@ -269,12 +269,12 @@ class MemoryServer:
 
         async def commit() -> None:
             specs = [spec_of(name, tensor) for name, tensor in tensors.items()]
-            weights = Weights.of(DRAFT, version, specs, self.store, "put")
+            folder = self.store.new_folder()
+            weights = Weights.of(DRAFT, version, specs, folder, "put")
             contents = {staged.key: tensors[staged.name] for staged in weights.source.tensors}
-            with self.store.reserve(sum(key.size for key in contents)) as reservation:
-                for key, tensor in contents.items():
-                    self.store.write(key, tensor)
-                    self.store.add(key, reservation)
+            with self.store.receiving(folder, contents) as lacking:
+                for key in lacking:
+                    self.store.write(folder, key, contents[key])
             self.control.add_stage(weights)
             await self.control.commit(["put"])
 
@@ -318,7 +318,7 @@ class MemoryServer:
     def _start(self) -> None:
         folder, draft_dir = Path(tempfile.mkdtemp()), self._settings.draft_dir
         self.engine, self.tracker = MemoryEngine(), AcceptanceTracker()
-        self.store = ContentStore(folder, self._settings.stage_bytes)
+        self.store = StageStore(folder, self._settings.stage_bytes)
         if draft_dir is not None:
             self.engine.live[DRAFT] = load_tensors(draft_dir)
         plane = control_plane(self.engine, self.store, self._settings, self.tracker)

@@ -24,7 +24,7 @@ from rollout_server.engine import UntrustedEngineError
 from rollout_server.launch import access_of, add_access_options
 from rollout_server.plugins import Settings
 from rollout_server.reload import Change, Result
-from rollout_server.store import ContentStore, Key
+from rollout_server.store import Key, StageStore
 from slipstream.errors import RefusedError
 from slipstream.security import Access
 
@@ -33,7 +33,7 @@ TRAFFIC = "traffic.json"
 TICK_SECONDS = 0.02
 
 DRAFTS = 4.3
-"""That fit into the content store; what was served long ago has to be sent again."""
+"""That fit into the store: the live one, the one before, and what is staged."""
 
 
 class Fault:
@@ -88,21 +88,21 @@ class _Engine(MemoryEngine):
         return await super().read_back()
 
 
-class _Store(ContentStore):
+class _Store(StageStore):
     """That fails to write, or dies writing, when told to."""
 
     def __init__(self, directory: Path, capacity: int, fault: Fault) -> None:
         super().__init__(directory, capacity)
         self._fault = fault
 
-    def write(self, key: Key, tensor: Any) -> None:
+    def write(self, folder: Path, key: Key, tensor: Any) -> None:
         word = self._fault.take("die-staging", "disk-full")
         if word == "die-staging":
             _die()
         if word == "disk-full":
             code = grpc.StatusCode.RESOURCE_EXHAUSTED
             raise RefusedError("tensors", "No space left on device", "space", "make some", code)
-        super().write(key, tensor)
+        super().write(folder, key, tensor)
 
 
 def serve(

@@ -60,12 +60,14 @@ class Failure:
 
 @dataclass(frozen=True)
 class DraftPayload:
-    """One release, ready to stage: its tensors (CPU, any shape) with their specs."""
+    """One release, ready to stage: its tensors (CPU, any shape) with their specs, and its folder
+    below ``publish.shared_registry``, where that is set."""
 
     version: int
     trained_against_policy_version: int | None
     tensors: Mapping[str, torch.Tensor]
     specs: Sequence[tensor_pb2.TensorSpec]
+    shared_folder: str = ""
 
     @property
     def stage_id(self) -> str:
@@ -202,6 +204,7 @@ def _header(draft: DraftPayload, stage_id: str) -> pb.StageHeader:
         version=draft.version,
         trained_against_policy_version=draft.trained_against_policy_version,
         tensors=draft.specs,
+        shared_folder=draft.shared_folder,
     )
 
 

@@ -6,19 +6,23 @@ never by assuming.
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from pathlib import Path
 
 from draft_trainer.counters import Counters
 from draft_trainer.releases.client import DraftPayload, Failure, RolloutClient
 from draft_trainer.releases.fleet import WITHOUT_WEIGHTS, Fleet
 from draft_trainer.releases.registry import Registry
-from slipstream.errors import RefusedError, StatusCode
+from slipstream.errors import RefusedError, StatusCode, clean
 from slipstream.tensors import digest_of_specs
 from slipstream.v1 import rollout_server_pb2 as pb
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -74,10 +78,16 @@ class PublishResult:
 
 
 class Payloads:
-    """Releases ready to stage, read and hashed once. Holds the last two used. Thread-safe."""
+    """Releases ready to stage, read and hashed once. Holds the last two used. Thread-safe.
 
-    def __init__(self, registry: Registry) -> None:
+    Args:
+        registry: where they are.
+        shared: ``publish.shared_registry``.
+    """
+
+    def __init__(self, registry: Registry, shared: Path | None = None) -> None:
         self._registry = registry
+        self._shared = shared
         self._lock = threading.Lock()
         self._read_once = lru_cache(2)(self._read)
         self._digest = lru_cache(64)(lambda v: digest_of_specs(registry.get(v).tensors))
@@ -104,11 +114,14 @@ class Payloads:
     def _read(self, version: int) -> DraftPayload:
         manifest = self._registry.get(version)
         known = manifest.HasField("trained_against_policy_version")
+        shared = self._shared
+        folder = self._registry.path(version)
         return DraftPayload(
             version,
             manifest.trained_against_policy_version if known else None,
             self._registry.tensors(version),
             list(manifest.tensors),
+            "" if shared is None else folder.relative_to(shared).as_posix(),
         )
 
 
@@ -119,6 +132,10 @@ def stage_on(
     with fleet.staging:
         answer = client.stage(draft, stage_id)
     if not isinstance(answer, Failure):
+        if answer.not_shared:
+            logger.warning(
+                "%s was sent draft %d: %s", client.address, draft.version, clean(answer.not_shared)
+            )
         counters.staged_bytes.inc(answer.bytes_received)
         counters.stage_seconds.observe(answer.seconds)
     return answer

@@ -70,7 +70,7 @@ class Publisher:
         self.fleet = fleet
         self.pointer = pointer
         self.counters = counters
-        self.payloads = Payloads(registry)
+        self.payloads = Payloads(registry, fleet.config.shared_registry)
         self._registry = registry
         self._trials = trials
         self._publish_lock = threading.Lock()
@@ -87,8 +87,10 @@ class Publisher:
         ``promote``.
         """
         with self._publishing(until):
-            self._drop_staged(until)
-            result = self._stage(self.pointer.now.promoted)
+            promoted = self.pointer.now.promoted
+            # What a sync that ended early has left is not sent again.
+            self._drop_staged(until, unless=promoted)
+            result = self._stage(promoted)
             with self.committing(until):
                 self._staged = result if result.draft is not None else None
             return result
@@ -407,8 +409,11 @@ class Publisher:
         if self._trials is None and now.on_trial:
             pointer.go_live(now.live)
 
-    def _drop_staged(self, until: float) -> None:
+    def _drop_staged(self, until: float, unless: int | None = None) -> None:
+        """Forget what waits for a commit, and abort it unless it is this release."""
         with self.committing(until):
+            if self._staged is not None and self._staged.draft_version == unless:
+                self._staged = None
             self._abort_staged()
 
     def _abort_staged(self) -> None:

@@ -179,20 +179,19 @@ class ChunkAssembler:
 
     def finish(self) -> dict[str, torch.Tensor]:
         """The tensors by name. Raises RefusedError if one is short or its hash differs."""
-        tensors = {}
-        for name, spec in self._specs.items():
-            buffer, size = self._buffers[name], _spec_bytes(spec)
-            if len(buffer) != size:
-                raise RefusedError(name, f"{len(buffer)} bytes", f"{size} bytes", "send all of it")
-            if hashlib.sha256(buffer).digest() != spec.sha256:
-                raise RefusedError(
-                    f"{name}.sha256",
-                    hashlib.sha256(buffer).hexdigest(),
-                    spec.sha256.hex(),
-                    "send it again",
-                )
-            tensors[name] = from_bytes(buffer, dtype_from_wire(spec.dtype, name), tuple(spec.shape))
-        return tensors
+        return {name: verified(spec, self._buffers[name]) for name, spec in self._specs.items()}
+
+
+def verified(spec: tensor_pb2.TensorSpec, data: bytearray) -> torch.Tensor:
+    """A tensor over its bytes. Raises RefusedError if it is short or its hash differs."""
+    name, size = spec.name, _spec_bytes(spec)
+    if len(data) != size:
+        raise RefusedError(name, f"{len(data)} bytes", f"{size} bytes", "send all of it")
+    found = hashlib.sha256(data)
+    if found.digest() != spec.sha256:
+        expected = spec.sha256.hex()
+        raise RefusedError(f"{name}.sha256", found.hexdigest(), expected, "send it again")
+    return from_bytes(data, dtype_from_wire(spec.dtype, name), tuple(spec.shape))
 
 
 def _spec_bytes(spec: tensor_pb2.TensorSpec) -> int:

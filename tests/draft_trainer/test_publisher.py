@@ -187,6 +187,19 @@ def test_stage_sends_changed_tensors_only(rig: Rig) -> None:
         assert rig.counters.registry.get_sample_value(f"slipstream_trainer_{name}_count") == 6
 
 
+def test_release_that_an_ended_sync_left_is_not_sent_again(rig: Rig) -> None:
+    """A bridge whose deadline passed does not complete its sync."""
+    rig.pointer.offer(1)
+    rig.publisher.prepare()
+    sent = [server.bytes_received for server in rig.servers]
+    assert rig.publisher.prepare().changes and min(sent) > 0
+    assert [server.bytes_received for server in rig.servers] == sent
+    rig.pointer.offer(2)
+    rig.publisher.prepare()
+    assert [list(server.state.staged) for server in rig.servers] == [["draft-2"]] * 3
+    assert rig.publisher.complete(0, "").draft_version == 2 and rig.served == [2] * 3
+
+
 def test_policy_commit_does_not_wait_for_staging_publish(rig: Rig) -> None:
     started, go_on = threading.Event(), threading.Event()
     real = rig.publisher.payloads.get

@@ -6,6 +6,7 @@ import errno
 import subprocess
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import grpc
@@ -13,13 +14,14 @@ import pytest
 import torch
 
 from draft_trainer.server.app import TrainerServer
-from rollout_server.store import ContentStore, Key
+from rollout_server.store import Key, StageStore
 from slipstream.errors import RefusedError, refused_from
 from slipstream.tensors import bytes_of, digest
 from slipstream.v1 import draft_trainer_pb2 as pb
 from tests.draft_trainer.rig import feeding, make_config, refusal, rollouts
 from tests.draft_trainer.synthetic import Policy
 from tests.transport.rig import samples, sending
+from tests.waiting import until
 
 pytestmark = pytest.mark.contract("hostile peers")
 
@@ -146,42 +148,56 @@ def test_full_shared_memory_loses_no_sample(tmp_path: Path, mount: Mount) -> Non
             assert "No space left" in sender.stats().transport_reason
 
 
-def test_full_content_store_keeps_no_partial_file(tmp_path: Path, mount: Mount) -> None:
+def test_full_stage_store_keeps_no_partial_file(tmp_path: Path, mount: Mount) -> None:
     disk = mount(tmp_path / "store", "size=256k")
-    store = ContentStore(disk, 1 << 30)
+    store = StageStore(disk, 1 << 30)
     large, small = torch.ones(1 << 20), torch.ones(16)
     with pytest.raises(RefusedError) as refused:
-        store.write(key(large), large)
+        put(store, large)
     assert refused.value.code is grpc.StatusCode.RESOURCE_EXHAUSTED
     assert "No space left" in refused.value.found
-    assert list(disk.iterdir()) == []
-    store.write(key(small), small)
-    assert store.path(key(small)).read_bytes() == bytes(bytes_of(small))
+    until(lambda: list(disk.iterdir()) == [])
+    folder = put(store, small)
+    assert key(small).below(folder).read_bytes() == bytes(bytes_of(small))
 
 
 def test_concurrent_writes_of_same_content_are_whole(tmp_path: Path) -> None:
-    store = ContentStore(tmp_path, 1 << 30)
+    store = StageStore(tmp_path, 1 << 30)
     tensor = torch.arange(1 << 18)
     failed: list[BaseException] = []
     start = threading.Barrier(4)
 
-    def write() -> None:
+    def write(folder: Path) -> None:
         start.wait()
         for _ in range(20):
             try:
-                store.write(key(tensor), tensor)
-                assert store.path(key(tensor)).stat().st_size == tensor.nbytes
+                store.write(folder, key(tensor), tensor)
+                assert key(tensor).below(folder).stat().st_size == tensor.nbytes
             except (RefusedError, AssertionError) as error:
                 failed.append(error)
 
-    threads = [threading.Thread(target=write) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    folders = [store.new_folder() for _ in range(4)]
+    with ExitStack() as stages:
+        for folder in folders:
+            assert stages.enter_context(store.receiving(folder, [key(tensor)]))
+        threads = [threading.Thread(target=write, args=(folder,)) for folder in folders]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
     assert failed == []
-    assert store.path(key(tensor)).read_bytes() == bytes(bytes_of(tensor))
-    assert len(list(tmp_path.iterdir())) == 1
+    for folder in folders:
+        assert [path.read_bytes() for path in folder.iterdir()] == [bytes(bytes_of(tensor))]
+    assert store.bytes == tensor.nbytes
+
+
+def put(store: StageStore, tensor: torch.Tensor) -> Path:
+    """A stage of one tensor."""
+    folder = store.new_folder()
+    with store.receiving(folder, [key(tensor)]) as missing:
+        for content in missing:
+            store.write(folder, content, tensor)
+    return folder
 
 
 def key(tensor: torch.Tensor) -> Key:

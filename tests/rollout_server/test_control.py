@@ -23,7 +23,7 @@ from rollout_server.control import (
 )
 from rollout_server.engine import ReceivedError, UntrustedEngineError
 from rollout_server.reload import Change, Result
-from rollout_server.store import ContentStore, WeightSource
+from rollout_server.store import StageStore, WeightSource
 from slipstream.errors import RefusedError
 from slipstream.tensors import spec_of
 from slipstream.v1 import rollout_server_pb2 as pb
@@ -35,6 +35,7 @@ class Engine(MemoryEngine):
     """That can be held, and checks what it is told that it replaces."""
 
     gate: asyncio.Event | None = None
+    asked_for: list[tuple[int | None, int | None]]
     while_switching: Callable[[], object] = staticmethod(lambda: None)
 
     async def apply(self, changes: Sequence[Change]) -> Result:
@@ -44,16 +45,23 @@ class Engine(MemoryEngine):
             assert self.live[change.kind]["w"].equal(dict(change.old.weights())["w"])
         return await super().apply(changes)
 
+    async def prepare(self, source: WeightSource, keep: WeightSource | None) -> str:
+        # Now: what is superseded is deleted.
+        self.asked_for.append((version_of(source), version_of(keep)))
+        return await super().prepare(source, keep)
+
     async def set_speculation(self, enabled: bool) -> float:
         self.while_switching()
         return await super().set_speculation(enabled)
 
 
-def weights(store: ContentStore, kind: str, version: int, stage_id: str = "") -> Weights:
+def weights(store: StageStore, kind: str, version: int, stage_id: str = "") -> Weights:
     """One tensor in the store, which holds the version."""
-    tensor = torch.tensor([version, kind == POLICY])
-    made = Weights.of(kind, version, [spec_of("w", tensor)], store, stage_id)
-    store.write(made.keys[0], tensor)
+    tensor, folder = torch.tensor([version, kind == POLICY]), store.new_folder()
+    made = Weights.of(kind, version, [spec_of("w", tensor)], folder, stage_id)
+    with store.receiving(folder, [staged.key for staged in made.source.tensors]) as missing:
+        for key in missing:
+            store.write(folder, key, tensor)
     return made
 
 
@@ -64,8 +72,9 @@ def version_of(source: WeightSource | None) -> int | None:
 class Plane:
     def __init__(self, directory: Path) -> None:
         self.engine = Engine()
+        self.engine.asked_for = []
         self.outcomes: list[tuple[str, str]] = []
-        self.store = ContentStore(directory, 1000)
+        self.store = StageStore(directory, 1000)
         draft, policy = self.weights(DRAFT, 0), self.weights(POLICY, 0)
         for first in (draft, policy):
             self.engine.live[first.kind] = dict(first.source.weights())
@@ -167,8 +176,7 @@ async def test_prepare_keeps_previous_draft_ready(plane: Plane) -> None:
         await plane.control.commit([plane.stage(DRAFT, version)])
     await plane.control.prepare(plane.weights(POLICY, 5))
     await plane.control.prepare(plane.weights(DRAFT, 3))
-    prepared = [(version_of(new), version_of(keep)) for new, keep in plane.engine.prepared]
-    assert prepared == [(1, None), (2, 0), (3, 1)]
+    assert plane.engine.asked_for == [(1, None), (2, 0), (3, 1)]
 
 
 @pytest.mark.anyio
@@ -367,6 +375,7 @@ async def test_abort_waits_for_running_commit(plane: Plane) -> None:
 def test_stage_id_with_other_bytes_of_same_version_refused(plane: Plane) -> None:
     """A trainer with another registry uses the number too; what is held is not its release."""
     plane.stage(DRAFT, 1)
-    other = Weights.of(DRAFT, 1, [spec_of("w", torch.tensor([7, 7]))], plane.store, "draft-1")
+    folder = plane.store.new_folder()
+    other = Weights.of(DRAFT, 1, [spec_of("w", torch.tensor([7, 7]))], folder, "draft-1")
     with pytest.raises(RefusedError, match="other content"):
         plane.control.add_stage(other)

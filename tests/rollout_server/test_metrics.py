@@ -13,7 +13,7 @@ from rollout_server.control import DRAFT, POLICY, RolloutControl, Weights
 from rollout_server.draft_length import LengthChooser
 from rollout_server.metrics import FACTS, CommitCounts, Observed, RolloutCollector
 from rollout_server.step_costs import MIXED, PLAIN, SPECULATIVE, StepCosts, StepSum
-from rollout_server.store import ContentStore, WeightSource
+from rollout_server.store import StageStore, WeightSource
 from slipstream.errors import Refusals, StatusCode
 from slipstream.v1 import rollout_server_pb2 as pb
 from tests.rollout_server.test_control import weights
@@ -34,7 +34,7 @@ class Server:
         self.tracker.start(0)
         self.commits, self.costs, self.refused = CommitCounts(), StepCosts(), Refusals()
         self.chooser = LengthChooser(3, 64)
-        self.store = ContentStore(tmp_path, 1000)
+        self.store = StageStore(tmp_path, 1000)
         self.control = RolloutControl(
             MemoryEngine(),  # type: ignore[arg-type]
             self.store,

@@ -24,7 +24,7 @@ from rollout_server.plugins import Settings
 from rollout_server.served import SERVED, WithoutWeights, served_by
 from rollout_server.served.derived import unaccounted
 from rollout_server.service import RolloutService, refuse_shared
-from rollout_server.store import ContentStore, WeightSource
+from rollout_server.store import StageStore, WeightSource
 from rollout_server.upload import Upload
 from slipstream.checkpoints import TensorLayout, read_layout
 from slipstream.errors import RefusedError
@@ -198,9 +198,9 @@ def test_dflash_check_refuses_unfit_draft(tmp_path: Path) -> None:
 
 def test_mtp_stages_separate_head_and_policy(tmp_path: Path) -> None:
     model = write(tmp_path / "model", POLICY | HEAD)
-    store = ContentStore(tmp_path, 1 << 20)
+    store = StageStore(tmp_path, 1 << 20)
     specs = specs_of(HEAD)
-    draft = Weights.of(DRAFT, 0, specs, store)
+    draft = Weights.of(DRAFT, 0, specs, store.new_folder())
     seen = Description(True, ("lm_head.weight",), "float32")
     expected = _expected_draft(draft, seen, SERVED["mtp"])
     expected.check(specs)
@@ -265,7 +265,7 @@ async def plane(
 
     control, service = await app.control_plane(
         Describes(),  # type: ignore[arg-type]
-        ContentStore(settings.model_dir, 1 << 24),
+        StageStore(settings.model_dir, 1 << 24),
         settings,
         *(read_layout(settings.model_dir), AcceptanceTracker()),
         lambda *_: None,
@@ -284,10 +284,14 @@ def staged(
         _, service = await plane(settings, tied)
         specs = specs_of(tensors)
         header = pb.StageHeader(stage_id="policy-1", version=1, tensors=specs)
-        return await service._begin(header, POLICY_KIND)
+        weights, upload = await service._begin(header, POLICY_KIND)
+        assert upload is not None
+        return weights, upload
 
     weights, upload = asyncio.run(begin())
-    return [tensor.name for tensor in weights.source.tensors], "lm_head.weight" in upload.missing
+    with upload.opened():
+        missing = {*upload.missing}
+    return [tensor.name for tensor in weights.source.tensors], "lm_head.weight" in missing
 
 
 @pytest.mark.parametrize("stored", [False, True])
@@ -315,10 +319,11 @@ def test_tied_draft_model_stage_with_and_without_lm_head(stored: bool, tmp_path:
     """The trainer's releases of it do not."""
     plain = {"model.embed_tokens.weight": torch.ones(16, 8), "model.norm.weight": torch.ones(8)}
     both = plain | {"lm_head.weight": torch.ones(16, 8)}
-    store = ContentStore(tmp_path, 1 << 20)
+    store = StageStore(tmp_path, 1 << 20)
     first = specs_of(both if stored else plain)
     seen = Description(False, (), "float32", tied=(DRAFT,))
-    expected = _expected_draft(Weights.of(DRAFT, 0, first, store), seen, SERVED["draft_model"])
+    draft = Weights.of(DRAFT, 0, first, store.new_folder())
+    expected = _expected_draft(draft, seen, SERVED["draft_model"])
     for tensors in (plain, both):
         specs = specs_of(tensors)
         assert [spec.name for spec in expected.check(specs)] == [*plain]

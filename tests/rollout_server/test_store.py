@@ -1,4 +1,4 @@
-"""The host store: bounded in bytes, nothing that is retained is evicted."""
+"""The host store: bounded in bytes, a folder for each stage, what is held is linked."""
 
 from __future__ import annotations
 
@@ -12,60 +12,77 @@ from pathlib import Path
 import pytest
 import torch
 
-from rollout_server.store import ContentStore, Key, StagedTensor, WeightSource, make_directory
+from rollout_server.store import Key, StagedTensor, StageStore, WeightSource, make_directory
 from slipstream.errors import RefusedError
+from slipstream.tensors import spec_of
+from tests.waiting import until
 
 
-def put(store: ContentStore, name: str, values: int = 25) -> Key:
-    tensor = torch.full((values,), 1.5)
-    key = Key(name, "float32", values * 4)
-    with store.reserve(key.size) as reservation:
-        store.write(key, tensor)
-        store.add(key, reservation)
-    return key
+def put(store: StageStore, *tensors: torch.Tensor) -> tuple[Path, list[Key]]:
+    """A stage of these tensors: its folder, and what had to be written."""
+    folder, contents = store.new_folder(), {Key.of(spec_of("w", t)): t for t in tensors}
+    with store.receiving(folder, contents) as missing:
+        for key in missing:
+            store.write(folder, key, contents[key])
+    return folder, sorted(missing, key=lambda key: key.size)
 
 
-def test_store_evicts_least_recently_used_never_retained(tmp_path: Path) -> None:
-    store = ContentStore(tmp_path, 300)
-    a, b, c = (put(store, name) for name in "abc")
-    store.retain([a])
-    d = put(store, "d")
-    assert a in store and c in store and d in store
-    assert b not in store and not store.path(b).exists()
-    store.retain([c, d])
+def test_stage_links_what_is_held_and_outlives_it(tmp_path: Path) -> None:
+    store = StageStore(tmp_path, 10_000)
+    frozen, old, new = torch.ones(100), torch.zeros(50), torch.zeros(60)
+    first, written = put(store, frozen, old)
+    assert [key.size for key in written] == [200, 400]
+    second, written = put(store, frozen, new)
+    assert [key.size for key in written] == [240]
+    assert store.bytes == 840, "what is linked counts once"
+    store.remove(first)
+    until(lambda: not first.exists())
+    assert store.bytes == 640
+    assert sorted(path.stat().st_size for path in second.iterdir()) == [240, 400]
+    third, written = put(store, old)
+    assert [key.size for key in written] == [200], "nothing is kept that is not held"
+    store.close()
+    assert not third.exists() and not tmp_path.exists()
+
+
+def test_stage_that_does_not_fit_is_refused(tmp_path: Path) -> None:
+    store = StageStore(tmp_path, 300)
+    first, _ = put(store, torch.zeros(25))
     with pytest.raises(RefusedError, match="--stage-bytes"):
-        put(store, "e")
-    assert store.bytes == 300
-    store.release([c])
-    put(store, "e")
-    assert c not in store
+        put(store, torch.zeros(51))
+    with store.receiving(store.new_folder(), [Key("a", "float32", 150)]):
+        assert store.bytes == 250, "it is set aside before it arrives"
+        with pytest.raises(RefusedError, match="152 bytes beside 250"):
+            put(store, torch.ones(1), torch.zeros(37))
+    store.remove(first)
+    assert store.bytes == 150
 
 
-def test_dropped_content_leaves_no_file(tmp_path: Path) -> None:
-    store = ContentStore(tmp_path, 300)
-    key = put(store, "a")
-    store.drop([key])
-    assert store.bytes == 0 and list(tmp_path.iterdir()) == []
+def test_refused_stage_leaves_nothing(tmp_path: Path) -> None:
+    store = StageStore(tmp_path, 300)
+    with pytest.raises(ZeroDivisionError), store.receiving(store.new_folder(), []):
+        raise ZeroDivisionError
+    assert store.bytes == 0
+    until(lambda: list(tmp_path.iterdir()) == [])
 
 
 def test_weight_source_reads_stored_tensors(tmp_path: Path) -> None:
-    store = ContentStore(tmp_path, 10_000)
+    store, folder = StageStore(tmp_path, 10_000), tmp_path / "folder"
     tensor = torch.randn(5, 7).bfloat16()
     key = Key("x", "bfloat16", 70)
     empty = Key("y", "int64", 0)
-    for k, t in ((key, tensor), (empty, torch.empty(0, dtype=torch.int64))):
-        with store.reserve(k.size) as reservation:
-            store.write(k, t)
-            store.add(k, reservation)
+    with store.receiving(folder, (key, empty)):
+        store.write(folder, key, tensor)
+        store.write(folder, empty, torch.empty(0, dtype=torch.int64))
     source = WeightSource(
         tensors=(
-            StagedTensor("w", key, (5, 7), str(store.path(key))),
-            StagedTensor("e", empty, (0,), str(store.path(empty))),
+            StagedTensor("w", key, (5, 7), str(key.below(folder))),
+            StagedTensor("e", empty, (0,), str(empty.below(folder))),
         )
     )
     read = dict(WeightSource.from_message(source.to_message()).weights())
     assert torch.equal(read["w"], tensor) and read["e"].shape == (0,)
-    store.path(key).write_bytes(b"short")
+    key.below(folder).write_bytes(b"short")
     with pytest.raises(OSError, match="70 needed"):
         dict(source.weights())
     store.close()

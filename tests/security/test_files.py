@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from draft_trainer.kernels.library import _check_own
-from rollout_server.store import ContentStore, make_directory
+from rollout_server.store import StageStore, make_directory
 from slipstream.checkpoints import read_layout
 from slipstream.errors import RefusedError
 from slipstream.shm import SharedFile
@@ -63,7 +63,7 @@ def test_sample_files_readable_by_owner_only(tmp_path: Path) -> None:
 def test_staged_weights_readable_by_owner_only(tmp_path: Path) -> None:
     directory = make_directory(1, tmp_path)
     assert modes(directory) == {".": 0}
-    ContentStore(directory, 1).close()
+    StageStore(directory, 1).close()
     assert not directory.exists()
 
 
