@@ -26,7 +26,7 @@ from examples.arithmetic_grpo.processes import free_port
 from rollout_server import app
 from rollout_server.acceptance import AcceptanceGuard, AcceptanceTracker
 from rollout_server.control import DRAFT, POLICY, RolloutControl, Weights
-from rollout_server.engine import Description
+from rollout_server.engine import Description, not_in_memory
 from rollout_server.plugins import Settings
 from rollout_server.reload import Change, Result
 from rollout_server.service import ControlServer, RolloutService
@@ -100,9 +100,8 @@ class MemoryEngine:
             raise self.failure
         return 0.0
 
-    async def read_back(self) -> str:
-        same = self.memory == SAME
-        return "" if same else f"draft read back from memory: worker 0: {self.memory}"
+    async def read_back(self) -> list[pb.NotReady]:
+        return not_in_memory([self.memory])
 
     def is_alive(self) -> bool:
         return True
@@ -235,6 +234,11 @@ class MemoryServer:
     def state(self) -> pb.ServerState:
         """The state of its control plane."""
         return self.run(self.control.state)
+
+    @property
+    def staged(self) -> list[str]:
+        """The ids of the stages that it holds."""
+        return [stage.stage_id for stage in self.state.staged]
 
     @property
     def live(self) -> dict[str, torch.Tensor]:

@@ -27,6 +27,7 @@ from rollout_server.reload import Change, Result
 from rollout_server.store import Key, StageStore
 from slipstream.errors import RefusedError
 from slipstream.security import Access
+from slipstream.v1 import rollout_server_pb2 as pb
 
 TRAFFIC = "traffic.json"
 """Steps per second and, by draft version ("": any other), the rate accepted at each position."""
@@ -82,7 +83,7 @@ class _Engine(MemoryEngine):
             _die()
         return result
 
-    async def read_back(self) -> str:
+    async def read_back(self) -> list[pb.NotReady]:
         if self._fault.take("damage"):
             self.memory = "differs"
         return await super().read_back()
