@@ -14,7 +14,7 @@ from prometheus_client.metrics import MetricWrapperBase
 from draft_trainer.counters import Counters
 from draft_trainer.server import metrics as trainer
 from policy_bridge import metrics as bridge
-from rollout_server import metrics as rollout
+from rollout_server.control import metrics as rollout
 from slipstream.errors import Refusals
 from slipstream.metrics import Fact
 

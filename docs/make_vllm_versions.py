@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from docs.generated import with_generated
-from rollout_server.vllm_versions import (
+from rollout_server.vllm.versions import (
     DRAFT_LENGTHS_V2,
     HOOKS,
     KNOWN,

@@ -22,7 +22,7 @@ from pydantic import (
 
 from slipstream.client import MAX_MESSAGE_BYTES, split_address
 from slipstream.errors import RefusedError
-from slipstream.security import Access, ClientCredentials, Role, open_access
+from slipstream.serving.identity import Access, ClientCredentials, Role, open_access
 
 DNS, FILE = "dns:", "file:"
 """The prefixes of entries in ``publish.rollout_servers`` that stand for several addresses."""

@@ -8,7 +8,7 @@ import torch
 
 from slipstream.client import split_address
 from slipstream.errors import RefusedError
-from slipstream.security import NONE, ClientCredentials
+from slipstream.serving.identity import NONE, ClientCredentials
 
 DTYPES = ("bfloat16", "float16", "float32")
 TRANSPORTS = ("auto", "shared_memory", "grpc")

@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from rollout_server.plugins import mark_process
+from rollout_server.vllm.plugins import mark_process
 from slipstream import __version__
 from slipstream.errors import RefusedError, missing_package
 
@@ -44,11 +44,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     command = parser.parse_args(arguments[:1]).command
     try:
         if command == "fleet":
-            from rollout_server.ray_fleet import fleet
+            from rollout_server.ray.fleet import fleet
 
             return fleet(arguments[1:])
         mark_process()
-        from rollout_server.launch import serve
+        from rollout_server.vllm.launch import serve
 
         return serve(arguments[1:])
     except RefusedError as error:

@@ -17,8 +17,7 @@ from draft_trainer.cli.main import main
 from draft_trainer.cli.plan import served_costs
 from draft_trainer.offline.plan import Fleet, make_plan, read_lengths
 from draft_trainer.server.web import WebServer
-from slipstream.costs import OFF, Roofline, StepTable, eagle3_shape, hardware, policy_shape
-from slipstream.economics import (
+from slipstream.economics.arithmetic import (
     Loop,
     acceptance_length,
     best_length,
@@ -31,9 +30,17 @@ from slipstream.economics import (
     schedule,
     speed_up,
 )
+from slipstream.economics.costs import (
+    OFF,
+    Roofline,
+    StepTable,
+    eagle3_shape,
+    hardware,
+    policy_shape,
+)
 from slipstream.errors import RefusedError
-from slipstream.security import Access, TokenFiles
-from slipstream.tls import TlsFiles, TlsPaths
+from slipstream.serving.identity import Access, TokenFiles
+from slipstream.serving.tls import TlsFiles, TlsPaths
 
 pytestmark = pytest.mark.contract("economy")
 

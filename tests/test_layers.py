@@ -52,7 +52,7 @@ CORES = {
         *("ingest/arena", "ingest/store", "releases/gate", "releases/registry"),
     ),
     "policy_bridge": ("capture", "hooks", "model", "outbox", "selection"),
-    "rollout_server": ("reload", "control", "acceptance"),
+    "rollout_server": ("vllm/reload", "control/control", "control/acceptance_counts"),
 }
 
 
@@ -115,6 +115,19 @@ def test_trainer_modules_import_no_upper_layer() -> None:
             if name.startswith("draft_trainer.") and layer_of(name) > layer_of(module):
                 upward.append(f"{module} imports {name}")
     assert not upward, "\n".join(upward)
+
+
+def test_control_plane_knows_no_vllm() -> None:
+    for path in modules(ROOT / "rollout_server" / "control"):
+        found = imports(path)
+        assert not {n for n in found if n.startswith(("vllm", "rollout_server.vllm"))}, path
+
+
+def test_contract_imports_no_server_skeleton() -> None:
+    """proto/slipstream itself, but for the client, which shows credentials."""
+    for path in (ROOT / "proto" / "slipstream").glob("*.py"):
+        above = {n for n in imports(path) if n.startswith(("slipstream.serving", "slipstream.ec"))}
+        assert path.name == "client.py" or not above, path
 
 
 @pytest.mark.parametrize("package", CORES)

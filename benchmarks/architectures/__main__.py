@@ -26,8 +26,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from benchmarks.architectures.policies import POLICIES, policy_of
 from benchmarks.harness import Target, end_on_sigterm, finish, options, say, table, write
-from draft_trainer.drafters.acceptance import expected_acceptance
 from draft_trainer.drafters.eagle3.checkpoint import Eagle3
+from draft_trainer.drafters.expected_acceptance import expected_acceptance
 from draft_trainer.offline.fit import PLOT_FILE
 from draft_trainer.offline.record import Recorder
 from draft_trainer.recordings.recording import Recording

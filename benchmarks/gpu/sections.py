@@ -22,11 +22,11 @@ from benchmarks.draft_training.case import SHAPES, Case
 from benchmarks.gpu.bench import Bench, K, NotMeasuredError, draft_of, rollouts
 from benchmarks.workers import TIED
 from draft_trainer.config import TrainingConfig
-from draft_trainer.drafters.acceptance import expected_acceptance
 from draft_trainer.drafters.batch import batches
+from draft_trainer.drafters.expected_acceptance import expected_acceptance
 from draft_trainer.drafters.loss import Objective, step_weights, ttt_objective, valid_targets
 from draft_trainer.training.learner import Learner
-from draft_trainer.training.state import HostCopies
+from draft_trainer.training.training_state import HostCopies
 from policy_bridge import BridgeConfig, PolicyBridge
 from slipstream.errors import RefusedError
 from slipstream.v1 import release_pb2

@@ -32,8 +32,8 @@ from benchmarks.workers import WorkerProcess
 from draft_trainer.checkpoints import read_policy
 from draft_trainer.config import ReplayConfig, TrainingConfig
 from draft_trainer.drafters import DRAFTERS, Draft
-from draft_trainer.drafters.acceptance import expected_acceptance
 from draft_trainer.drafters.eagle3.head import Eagle3Head
+from draft_trainer.drafters.expected_acceptance import expected_acceptance
 from draft_trainer.drafters.initial import choose_draft_vocabulary, init_draft
 from draft_trainer.kernels.library import use_kernels
 from draft_trainer.offline.record import Recorder

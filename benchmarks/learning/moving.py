@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from benchmarks.harness import say
 from draft_trainer.config import HELD_OUT_MOST, GateSection, TrainingConfig
 from draft_trainer.drafters import Draft
-from draft_trainer.drafters.acceptance import expected_acceptance
+from draft_trainer.drafters.expected_acceptance import expected_acceptance
 from draft_trainer.drafters.policy import PolicyHeads
 from draft_trainer.offline.record import Recorder, Rollout
 from draft_trainer.recordings.recording import Recording

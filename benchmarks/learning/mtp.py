@@ -26,9 +26,9 @@ from torch.nn import functional as F
 
 from benchmarks.harness import Target, say, spread_text, table
 from draft_trainer.config import TrainingConfig
-from draft_trainer.drafters.acceptance import expected_acceptance
 from draft_trainer.drafters.attention import ttt_attention
 from draft_trainer.drafters.batch import Batch, ahead, batches
+from draft_trainer.drafters.expected_acceptance import expected_acceptance
 from draft_trainer.drafters.loss import step_weights, ttt_objective, valid_targets
 from draft_trainer.drafters.mtp import MtpHead
 from draft_trainer.drafters.policy import PolicyHeads

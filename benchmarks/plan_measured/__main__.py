@@ -32,7 +32,7 @@ from examples.arithmetic_grpo import task as arithmetic
 from examples.arithmetic_grpo.sampling import prompt_ids
 from examples.local_services import ROOT, RolloutServer
 from examples.sorting_grpo import task as sorting
-from slipstream.economics import acceptance_length, speed_up
+from slipstream.economics.arithmetic import acceptance_length, speed_up
 
 TASKS: dict[str, ModuleType] = {"arithmetic": arithmetic, "sorting": sorting}
 DRAFTS = ("fresh", "drifted")

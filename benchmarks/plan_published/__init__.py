@@ -1,1 +1,1 @@
-"""``slipstream.economics`` against figures that others have published."""
+"""``slipstream.economics.arithmetic`` against figures that others have published."""

@@ -25,8 +25,8 @@ from scipy.optimize import least_squares
 
 from benchmarks.harness import Target, finish, options, table
 from benchmarks.plan_published.cells import MEASURED_COST, NOT_PREDICTED, published_cells
-from slipstream.costs import OFF, ModelShape, Roofline, StepTable, hardware, policy_shape
-from slipstream.economics import Loop, acceptance_length, break_even
+from slipstream.economics.arithmetic import Loop, acceptance_length, break_even
+from slipstream.economics.costs import OFF, ModelShape, Roofline, StepTable, hardware, policy_shape
 
 CONFIGS = {
     "Qwen2.5-7B": (3584, 28, 28, 4, 18944, 152064),

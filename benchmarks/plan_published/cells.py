@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from slipstream.economics import Loop
+from slipstream.economics.arithmetic import Loop
 
 PAPER = "arXiv 2604.26779"
 THINK = (

@@ -17,12 +17,12 @@ class Row:
     """The runs of one disturbance.
 
     Args:
-        run: inflicts it and looks at everything; told how often the row was taken, it says how that
-            ended. Raises AssertionError or RuntimeError: not well.
+        run: inflicts it and looks at everything; told how often the row was taken, it returns how
+            that ended. Raises AssertionError or RuntimeError: not well.
 
     Attributes:
         seconds: of each run.
-        ended: how many ended how.
+        ended: number of runs by how they ended.
         wrong: what was wrong with the others.
     """
 
@@ -32,7 +32,7 @@ class Row:
     wrong: list[str] = field(default_factory=list)
 
     def take(self) -> str:
-        """One run; how it ended, or what was wrong."""
+        """Take one run; return how it ended, or what was wrong."""
         began = time.monotonic()
         try:
             said = self.run(len(self.seconds))
@@ -44,7 +44,7 @@ class Row:
         return said
 
     def figures(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the row's figures for JSON."""
         return {
             "runs": len(self.seconds),
             "ended": self.ended,
@@ -54,7 +54,7 @@ class Row:
 
 
 def drill(chosen: argparse.Namespace, servers: str, rows: Mapping[str, Row]) -> int:
-    """Take ``chosen.runs`` runs, print and write; 0 only if all ended well."""
+    """Take ``chosen.runs`` runs, print and write them; return 0 only if all ended well."""
     names = list(rows)
     for turn in range(chosen.runs):
         name = names[turn % len(names)]

@@ -15,7 +15,7 @@ DEADLY = ("die-staging", "die-before", "die-after", "worker")
 
 @dataclass(frozen=True)
 class Fault:
-    """One row.
+    """One row of the table.
 
     Args:
         name: of the row.
@@ -37,7 +37,7 @@ def run(rig: Rig, fault: Fault, turn: int) -> None:
     Args:
         rig: the processes; whichever is not running is started.
         fault: what goes wrong.
-        turn: so many runs of this fault went before.
+        turn: number of earlier runs of this fault.
 
     Raises:
         AssertionError: the fleet is not on one release, or the next publish does not succeed.
@@ -65,7 +65,7 @@ def run(rig: Rig, fault: Fault, turn: int) -> None:
 
 
 def following_on(version: int) -> int:
-    """The next release, in a circle: when its turn comes, servers have forgotten its content."""
+    """Return the next release, in a circle: by its turn, servers have forgotten its content."""
     return version % (RELEASES - 1) + 1
 
 
@@ -112,7 +112,7 @@ def _refused(arm: str, text: str) -> Callable[[Rig, int, int], None]:
         assert text in said, answer
         if arm == "flip":
             return
-        # What was bad is not kept: the payload is read anew by a trainer that starts.
+        # So that the bad payload is not kept: a new trainer reads it anew.
         rig.kill_trainer()
 
     return inflict
@@ -125,7 +125,7 @@ def _at_rest(rig: Rig, version: int, turn: int) -> None:
     weights.chmod(0o644)
     damaged = bytearray(whole)
     damaged[-10] ^= 1
-    # A trainer that starts: the one before may have it in memory, whole.
+    # A new trainer, because the one before may have the release in memory, whole.
     rig.kill_trainer()
     try:
         weights.write_bytes(bytes(damaged))

@@ -23,19 +23,19 @@ import grpc
 import torch
 
 from examples.arithmetic_grpo.processes import free_port
-from rollout_server import app
-from rollout_server.acceptance import AcceptanceGuard, AcceptanceTracker
-from rollout_server.control import DRAFT, POLICY, RolloutControl, Weights
-from rollout_server.engine import Description, not_in_memory
-from rollout_server.plugins import Settings
-from rollout_server.reload import Change, Result
-from rollout_server.service import ControlServer, RolloutService
-from rollout_server.standby import SAME
-from rollout_server.store import StageStore, WeightSource
+from rollout_server.control.acceptance_counts import AcceptanceGuard, AcceptanceTracker
+from rollout_server.control.changes import Change, Description, Result
+from rollout_server.control.control import DRAFT, POLICY, RolloutControl, Weights
+from rollout_server.control.service import ControlServer, RolloutService
+from rollout_server.control.stages import StageStore, WeightSource
+from rollout_server.vllm import api_server as app
+from rollout_server.vllm.engine import not_in_memory
+from rollout_server.vllm.plugins import Settings
+from rollout_server.vllm.standby import SAME
 from slipstream.checkpoints import load_tensors, read_layout
 from slipstream.errors import RefusedError
-from slipstream.security import Access, TokenFiles
-from slipstream.serving import LoopThread
+from slipstream.serving.identity import Access, TokenFiles
+from slipstream.serving.server import LoopThread
 from slipstream.tensors import spec_of
 from slipstream.v1 import rollout_server_pb2 as pb
 

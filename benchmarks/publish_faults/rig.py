@@ -28,7 +28,7 @@ from slipstream.v1 import rollout_server_pb2_grpc as pb_grpc
 DRAFT = Path(__file__).resolve().parents[2] / "examples" / "arithmetic_grpo" / "draft"
 RELEASES = 7
 PATIENCE = 30.0
-"""Seconds within which the fleet must have come right."""
+"""Seconds within which the fleet must be right again."""
 
 
 class TrainerDiedError(RuntimeError):
@@ -48,7 +48,7 @@ class Rig:
 
     canary = CanaryConfig()
     publish: Mapping[str, Any] = {}
-    """Of the trainer's [publish], over what suits processes that die."""
+    """Keys of the trainer's [publish], over those that suit processes that die."""
 
     def __init__(self, folder: Path, servers: int) -> None:
         self._context = mp.get_context("forkserver")
@@ -73,7 +73,7 @@ class Rig:
             self.start_trainer()
 
     def watch(self, index: int) -> None:
-        """What a run of the table counts, from here on; ``index`` is the server it will hit."""
+        """Begin to count for one run of the table; ``index`` is the server that it will hit."""
 
     def check(self) -> None:
         """Raise AssertionError where requests went wrong since ``watch``."""
@@ -94,7 +94,7 @@ class Rig:
             time.sleep(0.02)
 
     def start_trainer(self) -> dict[str, Any]:
-        """Start the trainer. Its first words: ready, or why not."""
+        """Start the trainer; return its first answer: ready, or why not."""
         self._trainer, self._pipe = self._new_trainer()
         return self._answer()
 
@@ -110,7 +110,7 @@ class Rig:
         return process, pipe
 
     def second_trainer(self) -> dict[str, Any]:
-        """What another trainer on the same registry says before it ends."""
+        """Start another trainer on the same registry; return what it says before it ends."""
         process, pipe = self._new_trainer()
         answer: dict[str, Any] = pipe.recv() if pipe.poll(PATIENCE) else {}
         pipe.close()
@@ -118,7 +118,7 @@ class Rig:
         return answer
 
     def ask(self, *command: object) -> dict[str, Any]:
-        """A command to the trainer. Raises TrainerDiedError."""
+        """Send the trainer a command; return its answer. Raises TrainerDiedError."""
         assert self._pipe is not None
         try:
             self._pipe.send(command)
@@ -128,37 +128,37 @@ class Rig:
         return self._answer()
 
     def arm(self, index: int, fault: str) -> None:
-        """The next thing that goes wrong on a server."""
-        # Whole at once: the server may look at any time.
+        """Set the next thing that goes wrong on a server."""
+        # Renamed, because the server may look at any time.
         part = self._faults[index].with_suffix(".part")
         part.write_text(fault)
         part.rename(self._faults[index])
 
     def kill_server(self, index: int) -> None:
-        """SIGKILL."""
+        """Kill a server with SIGKILL."""
         self._kill(self._servers[index])
 
     def kill_trainer(self) -> None:
-        """SIGKILL."""
+        """Kill the trainer with SIGKILL."""
         self._kill(self._trainer)
 
     def wait_ended(self, index: int) -> None:
-        """A server that was told to die has done so."""
+        """Wait until a server that was told to die has done so."""
         self._servers[index].join(PATIENCE)
-        assert not self._servers[index].is_alive(), f"server {index} goes on"
+        assert not self._servers[index].is_alive(), f"server {index} still runs"
 
     def state(self, index: int) -> pb.ServerState | None:
-        """What a server serves; None while it does not answer."""
+        """Return what a server serves; None while it does not answer."""
         try:
             return self._stubs[index].GetState(pb.GetStateRequest(), timeout=2, wait_for_ready=True)
         except grpc.RpcError:
             return None
 
     def settled(self) -> int:
-        """Wait until every server serves the release that is wanted, whole; its version.
+        """Wait until every server serves the wanted release, whole; return its version.
 
         Raises:
-            AssertionError: they did not come to it, or the registry cannot be read.
+            AssertionError: they did not in time, or the registry cannot be read.
         """
         registry = Registry(self.root)
         wanted = {v: digest_of_specs(registry.get(v).tensors) for v in registry.versions()}
@@ -203,7 +203,7 @@ class Rig:
 
 
 def write_releases(root: Path, count: int) -> Registry:
-    """A registry of the example's draft and others that are a little off it."""
+    """Write a registry of the example's draft and slightly altered copies of it."""
     registry = Registry(root)
     registry.import_initial(DRAFT)
     open_pointer(registry)

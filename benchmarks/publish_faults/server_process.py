@@ -18,15 +18,14 @@ from typing import Any
 import grpc
 
 from benchmarks.publish_faults.memory_server import Listener, MemoryEngine, control_plane
-from rollout_server import service
-from rollout_server.acceptance import AcceptanceTracker
-from rollout_server.engine import UntrustedEngineError
-from rollout_server.launch import access_of, add_access_options
-from rollout_server.plugins import Settings
-from rollout_server.reload import Change, Result
-from rollout_server.store import Key, StageStore
+from rollout_server.control import service
+from rollout_server.control.acceptance_counts import AcceptanceTracker
+from rollout_server.control.changes import Change, Result, UntrustedEngineError
+from rollout_server.control.stages import Key, StageStore
+from rollout_server.vllm.launch import access_of, add_access_options
+from rollout_server.vllm.plugins import Settings
 from slipstream.errors import RefusedError
-from slipstream.security import Access
+from slipstream.serving.identity import Access
 from slipstream.v1 import rollout_server_pb2 as pb
 
 TRAFFIC = "traffic.json"

@@ -24,13 +24,13 @@ import slipstream.client
 from draft_trainer.config import CanaryConfig, PublishConfig
 from draft_trainer.counters import Counters
 from draft_trainer.releases import commits
-from draft_trainer.releases.client import DraftPayload, RolloutClient
 from draft_trainer.releases.commits import Payloads
 from draft_trainer.releases.fleet import Fleet
 from draft_trainer.releases.pointer import PointerStore
 from draft_trainer.releases.publisher import Publisher
 from draft_trainer.releases.reconcile import Reconciler
 from draft_trainer.releases.registry import Registry, open_pointer
+from draft_trainer.releases.rollout_client import DraftPayload, RolloutClient
 from draft_trainer.releases.trial import Trials
 from draft_trainer.releases.watch import AcceptanceWatch
 from slipstream.errors import RefusedError
@@ -45,7 +45,7 @@ def run(
     canary_config: CanaryConfig,
     publish: Mapping[str, Any],
 ) -> None:
-    """Publish as told until the pipe closes. The process's whole life."""
+    """Publish as told until the pipe closes: all that this process does."""
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     registry = Registry(Path(root))
@@ -181,7 +181,7 @@ def _flip() -> None:
 
 
 def _bad(change: Callable[[dict[str, torch.Tensor]], None]) -> Callable[[], None]:
-    """The next payload that is read is this, with specs that fit it."""
+    """Return what has the next payload changed when it is read, with specs that fit it."""
 
     def arm() -> None:
         real = Payloads.get
@@ -209,7 +209,7 @@ def _shape(tensors: dict[str, torch.Tensor]) -> None:
 
 
 def _other_policy(tensors: dict[str, torch.Tensor]) -> None:
-    """Another policy's draft drafts another part of the vocabulary."""
+    """Make it another policy's draft, which drafts another part of the vocabulary."""
     tensors["d2t"] = tensors["d2t"] + 1
 
 
@@ -222,8 +222,8 @@ def _clock(seconds: float) -> Callable[[], None]:
         real = time.time
 
         def jumped() -> float:
-            # gRPC turns this clock into deadlines for its core, whose own clock did not jump: to
-            # it a day back means that every deadline has passed.
+            # gRPC turns this clock into deadlines for its core, whose own clock did not jump: a
+            # day back would mean to it that every deadline has passed.
             caller = sys._getframe(1).f_globals["__name__"]
             return real() + (0.0 if caller.startswith("grpc") else seconds)
 
@@ -238,7 +238,7 @@ def _strike(when: str, address: str, pids: Sequence[int]) -> None:
     Args:
         when: "before stage", "during stage", "before commit", "during commit", "after commit".
         address: of its control plane.
-        pids: what dies.
+        pids: the processes that die.
     """
     left = list(pids)
 

@@ -1,4 +1,4 @@
-"""The same over real vLLM servers, with requests in flight on every one of them."""
+"""The fault table over real vLLM servers, with requests in flight on every one of them."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class VllmRig(Rig):
         folder: registry, logs.
     """
 
-    # Trials end by live traffic, and then move the fleet between two looks at it. They have a table
-    # of their own (``benchmarks.trials``).
+    # Trials end by live traffic, and would move the fleet between two looks at it. They have a
+    # table of their own (``benchmarks.trials``).
     canary = CanaryConfig(enabled=False)
 
     def __init__(self, folder: Path) -> None:
@@ -49,7 +49,7 @@ class VllmRig(Rig):
         self._hit = 0
 
     def start(self) -> None:
-        """As the doubles, both at once; the first time, the load begins."""
+        """Start what is not running, the servers at once; the first time, the load begins."""
         start_all([server for server in self.vllm if not server.service.alive], READY_SECONDS)
         if self.load is None:
             self.load = self._begin()
@@ -57,13 +57,14 @@ class VllmRig(Rig):
             self.start_trainer()
 
     def watch(self, index: int) -> None:
-        """Requests to the others must all be served."""
+        """Begin to count: all requests to the other servers must be served."""
         self._hit = index
         if self.load is not None:
             self.load.take()
 
     def check(self) -> None:
-        """None failed on a server that was not hit, and every greedy output is the policy's own."""
+        """Check that no request failed on a server that was not hit, and that every greedy output
+        is the policy's own."""
         assert self.load is not None
         for index, seen in enumerate(self.load.take()):
             assert index == self._hit or not seen.failed, f"server {index}: {seen.failed[:3]}"
@@ -71,18 +72,18 @@ class VllmRig(Rig):
             assert not seen.different, f"server {index}: {seen.different} outputs differ"
 
     def pids(self, index: int, title: str) -> list[int]:
-        """Processes of a server."""
+        """Return a server's processes of a title."""
         session = self.vllm[index].service.pid
         return [pid for pid in _session(session) if title in _title(pid)]
 
     def kill_server(self, index: int) -> None:
-        """SIGKILL to every process of it."""
+        """Kill every process of a server with SIGKILL."""
         if self.vllm[index].service.alive:
             os.killpg(self.vllm[index].service.pid, signal.SIGKILL)
             self.wait_ended(index)
 
     def wait_ended(self, index: int) -> None:
-        """A server that has lost a process ends by itself."""
+        """Wait until a server that has lost a process ends by itself."""
         self.vllm[index].service.wait_ended(60.0)
 
     def stop(self) -> None:

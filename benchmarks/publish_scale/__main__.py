@@ -16,7 +16,7 @@ PARTS = ("connections", "processes")
 CONNECTIONS, PROCESSES = 1_000, 64
 """Servers of each part."""
 KILLED, RUNS = 10, 50
-"""Of the processes, in every run."""
+"""The processes killed in every run, and the runs."""
 
 
 def main(argv: list[str] | None = None) -> int:

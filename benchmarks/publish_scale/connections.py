@@ -1,7 +1,7 @@
 """The trainer's own part with many servers: real gRPC connections to one process with many ports.
 
-What is measured is what the trainer's process spends on calls, watch streams and its status; the
-servers answer at once and hold nothing.
+Measures what the trainer's process spends on calls, watch streams and its status; the servers
+answer at once and hold nothing.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from prometheus_client import generate_latest
 from benchmarks.publish_faults.rig import write_releases
 from draft_trainer.config import PublishConfig
 from draft_trainer.counters import Counters
-from draft_trainer.releases.client import RolloutClient
 from draft_trainer.releases.commits import Payloads, stage_on
 from draft_trainer.releases.fleet import Fleet
+from draft_trainer.releases.rollout_client import RolloutClient
 from draft_trainer.releases.watch import AcceptanceWatch
 from draft_trainer.server.status import FleetView
-from slipstream.serving import SERVER_OPTIONS
+from slipstream.serving.server import SERVER_OPTIONS
 from slipstream.v1 import draft_trainer_pb2 as trainer
 from slipstream.v1 import rollout_server_pb2 as pb
 from slipstream.v1 import rollout_server_pb2_grpc as pb_grpc
@@ -85,7 +85,7 @@ async def serve(count: int) -> None:
 
 
 def measure(count: int, folder: Path) -> dict[str, float]:
-    """What ``count`` servers cost the process of their trainer."""
+    """Measure what ``count`` servers cost the process of their trainer."""
     command = [sys.executable, "-m", __name__, str(count)]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     try:
@@ -150,7 +150,7 @@ def _series(counters: Counters) -> int:
 
 
 def _seconds(work: Callable[[], Any]) -> tuple[float, float]:
-    """Of the clock and of the processor."""
+    """Return the seconds of the clock and of the processor that the work takes."""
     wall, used = time.monotonic(), time.process_time()
     work()
     return time.monotonic() - wall, time.process_time() - used

@@ -22,7 +22,7 @@ class ManyRig(Rig):
     publish: Mapping[str, Any] = {"reconcile_s": 0.5, "stage_timeout_s": 60.0}
 
     def states(self, indices: list[int]) -> list[pb.ServerState | None]:
-        """What these servers serve, asked at the same time."""
+        """Return what these servers serve, asked at the same time."""
         with ThreadPoolExecutor(16) as pool:
             return list(pool.map(self.state, indices))
 
@@ -35,7 +35,7 @@ class ManyRig(Rig):
 
 
 def measure(servers: int, killed: int, runs: int, folder: Path) -> dict[str, Any]:
-    """``runs`` publishes; in each ``killed`` servers die at random instants of it."""
+    """Publish ``runs`` times; in each ``killed`` servers die at random instants."""
     chance, rig = random.Random(0), ManyRig(folder, servers)
     wrong: list[str] = []
     egress: list[float] = []
@@ -45,7 +45,7 @@ def measure(servers: int, killed: int, runs: int, folder: Path) -> dict[str, Any
         version = following_on(rig.settled())
         for run in range(runs):
             if run == 0:
-                # Nobody dies: how long a publish takes.
+                # No server dies: this is how long a publish takes.
                 answer, usual, sent = _publish(rig, version, [], 0.0, chance)
                 assert answer == {"version": version, "errors": []}, answer
                 figures = {"first_seconds": usual, "first_egress_drafts": sent}
@@ -76,7 +76,7 @@ def measure(servers: int, killed: int, runs: int, folder: Path) -> dict[str, Any
 def _publish(
     rig: ManyRig, version: int, victims: list[int], within: float, chance: random.Random
 ) -> tuple[dict[str, Any], float, float]:
-    """The trainer's answer, its seconds, and what it sent, in drafts."""
+    """Return the trainer's answer, its seconds, and what it sent, in drafts."""
     before = rig.ask("sent")["bytes"]
     instants = sorted(chance.uniform(0.0, within) for _ in victims)
     begun = time.monotonic()
@@ -96,7 +96,7 @@ def _publish(
 
 
 def _judge(rig: ManyRig, victims: list[int]) -> str:
-    """What is wrong with those that live; empty where all serve the release that is wanted."""
+    """Return what is wrong with the living servers; empty if all serve the wanted release."""
     alive = [index for index in range(len(rig.addresses)) if index not in victims]
     deadline = time.monotonic() + 30
     while True:

@@ -47,7 +47,7 @@ WORKDIR /var/lib/slipstream
 FROM base AS draft-trainer
 EXPOSE 50051 9464
 HEALTHCHECK --interval=15s --timeout=6s --start-period=60s --retries=3 \
-    CMD ["python", "-m", "slipstream.serving", "127.0.0.1:50051"]
+    CMD ["python", "-m", "slipstream.serving.server", "127.0.0.1:50051"]
 ENTRYPOINT ["draft-trainer"]
 CMD ["serve", "--config", "/etc/slipstream/trainer.toml"]
 
@@ -55,7 +55,7 @@ FROM base AS rollout-server
 EXPOSE 8000 50061
 # Loading a model takes minutes; SERVING means that the engine can generate.
 HEALTHCHECK --interval=15s --timeout=6s --start-period=600s --retries=3 \
-    CMD ["python", "-m", "slipstream.serving", "127.0.0.1:50061"]
+    CMD ["python", "-m", "slipstream.serving.server", "127.0.0.1:50061"]
 ENTRYPOINT ["rollout-server"]
 CMD ["--help"]
 

@@ -32,7 +32,7 @@ USER 0
 RUN --mount=type=bind,from=build,source=/build,target=/build \
     python3 -m pip install --no-cache-dir --quiet --no-deps --require-hashes -r /build/run.lock \
     && python3 -m pip install --no-cache-dir --quiet --no-deps /build/wheels/*.whl \
-    && python3 -c "import draft_trainer.cli.main, rollout_server.cli, slipstream.serving, vllm" \
+    && python3 -c "import draft_trainer.cli.main, rollout_server.cli, slipstream.serving.server, vllm" \
     && useradd --uid 10001 slipstream \
     && install --directory --owner=10001 --group=10001 /var/lib/slipstream
 # /tmp is what a read-only root leaves for caches.
@@ -43,14 +43,14 @@ WORKDIR /var/lib/slipstream
 FROM base AS draft-trainer
 EXPOSE 50051 9464
 HEALTHCHECK --interval=15s --timeout=6s --start-period=60s --retries=3 \
-    CMD ["python3", "-m", "slipstream.serving", "127.0.0.1:50051"]
+    CMD ["python3", "-m", "slipstream.serving.server", "127.0.0.1:50051"]
 ENTRYPOINT ["draft-trainer"]
 CMD ["serve", "--config", "/etc/slipstream/trainer.toml"]
 
 FROM base AS rollout-server
 EXPOSE 8000 50061
 HEALTHCHECK --interval=15s --timeout=6s --start-period=600s --retries=3 \
-    CMD ["python3", "-m", "slipstream.serving", "127.0.0.1:50061"]
+    CMD ["python3", "-m", "slipstream.serving.server", "127.0.0.1:50061"]
 ENTRYPOINT ["rollout-server"]
 CMD ["--help"]
 

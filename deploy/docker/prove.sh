@@ -53,5 +53,5 @@ inside sh -c '
 		kill -0 $server || exit 1
 		sleep 1
 	done
-	python -m slipstream.serving "$address" && kill $server && wait $server'
+	python -m slipstream.serving.server "$address" && kill $server && wait $server'
 echo "the image is sound"

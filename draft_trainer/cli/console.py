@@ -33,7 +33,7 @@ from slipstream.v1 import draft_trainer_pb2 as pb
 from slipstream.v1 import draft_trainer_pb2_grpc as pb_grpc
 
 DASH = "\N{EN DASH}"
-"""Where there is no number: no drafts is not an acceptance length of 1."""
+"""The mark of a figure that is not known: no drafts is not an acceptance length of 1."""
 
 EVENTS_SHOWN = 8
 WATCH_SECONDS = 1.0
@@ -85,7 +85,7 @@ class Status(Connection):
         lines = list(described(status, events))
         if self.watch and sys.stdout.isatty() and os.environ.get("TERM") != "dumb":
             columns, rows = shutil.get_terminal_size()
-            # From the first line on, each cut and cleared to its end, and all below them.
+            # Redraw from the top: cut each line and clear its rest, then clear all lines below.
             kept = "\x1b[K\n".join(line[:columns] for line in lines[: rows - 1])
             print(f"\x1b[H{kept}\x1b[K\n\x1b[J", end="", flush=True)
         else:
@@ -135,7 +135,7 @@ class Events(Connection):
         absent = False
         with self.trainer() as stub:
             if self.follow:
-                # From here on a trainer that does not answer restarts, or has no new event.
+                # Once it has answered, a trainer that does not is restarting or has no new event.
                 stub.GetStatus(pb.GetStatusRequest(), timeout=self.timeout)
             while True:
                 try:
@@ -157,7 +157,7 @@ class Events(Connection):
 
 
 def described(status: pb.TrainerStatus, events: Sequence[console.Event]) -> Iterator[str]:
-    """A status in lines for people, the newest events last."""
+    """Yield a status as lines for people, the newest events last."""
 
     def known(name: str, form: str = "") -> str:
         return format(getattr(status, name), form) if status.HasField(name) else DASH  # type: ignore[arg-type]
@@ -204,7 +204,7 @@ def described(status: pb.TrainerStatus, events: Sequence[console.Event]) -> Iter
 
 
 def _servers(status: pb.TrainerStatus) -> Iterator[str]:
-    """The fleet; servers that need somebody come first."""
+    """Yield a table of the fleet; servers that need somebody come first."""
     if not status.servers:
         yield "no rollout servers (publish.rollout_servers)"
         return
@@ -243,5 +243,5 @@ def _shares(values: Sequence[float]) -> str:
 
 
 def _duration(seconds: float) -> str:
-    """0:00:45, 3:12:03, 2 days, 3:12:03."""
+    """Format seconds as 0:00:45, as 3:12:03, or as 2 days, 3:12:03."""
     return str(timedelta(seconds=max(0, int(seconds))))

@@ -1,6 +1,6 @@
 """``draft-trainer doctor``: why no draft is being released, and what to do about it.
 
-And the checks of ``draft-trainer serve --check``.
+It also holds the checks of ``draft-trainer serve --check``.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Doctor(Connection):
 
 
 def described(diagnosis: list[Diagnosis]) -> Iterator[str]:
-    """The findings and, last, what releases wait for; for people."""
+    """Yield the findings as lines for people; the last line says what releases wait for."""
     for one in diagnosis:
         yield f"{WORDS.get(one.severity, '?'):8} {one.part:8} {clean(one.found)}"
         if one.next_step and one.severity != Diagnosis.SEVERITY_OK:
@@ -60,12 +60,12 @@ def described(diagnosis: list[Diagnosis]) -> Iterator[str]:
 
 
 def has_problem(diagnosis: list[Diagnosis]) -> bool:
-    """Whether one of them has to be put right by somebody."""
+    """Return whether a finding needs somebody to act."""
     return any(one.severity == Diagnosis.SEVERITY_PROBLEM for one in diagnosis)
 
 
 def first_problem(diagnosis: list[Diagnosis]) -> Diagnosis | None:
-    """What a release waits for: the first problem, else the first that time will bring."""
+    """Return what releases wait for: the first problem, else the first finding that only waits."""
     for severity in (Diagnosis.SEVERITY_PROBLEM, Diagnosis.SEVERITY_WAITING):
         for one in diagnosis:
             if one.severity == severity:
@@ -74,7 +74,7 @@ def first_problem(diagnosis: list[Diagnosis]) -> Diagnosis | None:
 
 
 def check_configuration(config: TrainerConfig) -> list[Diagnosis]:
-    """What can be checked of a configuration without starting a trainer."""
+    """Check what can be checked of a configuration without starting a trainer."""
     checks: dict[str, Callable[[TrainerConfig], str]] = {"draft": _draft, "device": _device}
     found = []
     for part, check in checks.items():

@@ -36,10 +36,10 @@ SIGNAL_SECONDS = 0.2
 
 
 class Command(Protocol):
-    """What the command line was parsed to."""
+    """A parsed command line."""
 
     def run(self) -> int:
-        """Do it; the exit code."""
+        """Run the command; return its exit code."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,11 +65,11 @@ class Serve:
     """Lowest level that is logged, to stderr."""
 
     def run(self) -> int:
-        """0: stopped by a signal; 1: training failed, or not everything stopped in time."""
+        """Return 0 after a signal; 1 if training failed or not everything stopped in time."""
         from draft_trainer.config_file import changed_keys, load_config
         from draft_trainer.kernels.library import use_kernels
         from draft_trainer.server.app import TrainerServer
-        from slipstream.serving import stop_signals
+        from slipstream.serving.server import stop_signals
 
         logging.basicConfig(
             level=self.log_level.upper(),
@@ -79,10 +79,10 @@ class Serve:
         try:
             Path.cwd()
         except FileNotFoundError as error:
-            # MKL ends the process, and says that a library of torch cannot be loaded.
+            # Later, MKL would end the process and blame a library of torch.
             raise RefusedError(
-                *("working directory", "one that was removed", "a folder that is there"),
-                "cd to one, then run it again",
+                *("working directory", "one that was removed", "an existing folder"),
+                "cd to one, then run the command again",
             ) from error
         config = load_config(self.config, self.set)
         if self.check:
@@ -96,14 +96,14 @@ class Serve:
         tune_memory()
         try:
             server.start()
-            with suppress(OSError):  # A reader that is gone, or a full disk, is no reason to end.
-                # In one write: another thread's log line would come between a line and its end.
+            with suppress(OSError):  # A closed pipe or a full disk is no reason to end.
+                # One write: else another thread's log line may come between the line and its end.
                 sys.stdout.write(f"{server.ready_line}\n")
             _flush_output()
             while not (signalled() or server.died.wait(SIGNAL_SECONDS)):
                 pass
         finally:
-            # After an error, too: its threads would keep the process and the registry.
+            # After an error, too: the server's threads would keep the process and the registry.
             clean = server.stop()
         if not signalled():
             print(
@@ -130,7 +130,7 @@ def _check(config: TrainerConfig) -> int:
 
 
 def tune_memory() -> None:
-    """Settings of glibc and of Python's collector for a process that receives large messages.
+    """Tune glibc and Python's collector for a process that receives large messages.
 
     glibc returns freed megabytes to the system at once, and every message would fault its pages in
     anew: up to 64 MiB are kept. The cyclic collector skips what exists now (modules, which live as
@@ -146,7 +146,7 @@ def tune_memory() -> None:
 
 
 REMOVED = {"top": "use draft-trainer status --watch"}
-"""Commands that are gone, each with the next step."""
+"""Commands that were removed, each with the next step."""
 
 _COMMANDS: Any = (
     Annotated[Serve, subcommand("serve")]
@@ -162,16 +162,16 @@ _COMMANDS: Any = (
 
 
 def parse(argv: Sequence[str] | None = None) -> Any:
-    """The command that the arguments name, a dataclass of this package.
+    """Return the command that the arguments name, a dataclass of this package.
 
     Raises:
-        RefusedError: it is one of ``REMOVED``.
+        RefusedError: the command is one of ``REMOVED``.
         SystemExit: 2, the arguments are wrong (told on stderr); 0, help or a completion script was
             asked for.
     """
     name = next(iter(sys.argv[1:] if argv is None else argv), "")
     if name in REMOVED:
-        raise RefusedError("command", f"{name}, which is removed", "another one", REMOVED[name])
+        raise RefusedError("command", f"{name}, which was removed", "a command", REMOVED[name])
     return tyro.cli(
         _COMMANDS,
         prog="draft-trainer",
@@ -188,8 +188,8 @@ def parse(argv: Sequence[str] | None = None) -> Any:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command. 0: done; 1: it failed on the way; 2: refused, with the reason on stderr;
-    130: interrupted."""
+    """Run one command; return 0: done; 1: it failed on the way; 2: refused, with the reason on
+    stderr; 130: interrupted."""
     _open_output()
     try:
         command: Command = parse(argv)
@@ -205,8 +205,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return FAILED  # The reader has closed the pipe (| head).
     except OSError as error:
         print(
-            f"draft-trainer: {error}. Next step: see that the folder can be written and the disk "
-            "has room, then run it again (fit: with --resume)",
+            f"draft-trainer: {error}. Next step: check that the folder can be written and the disk "
+            "has space, then run it again (fit: with --resume)",
             file=sys.stderr,
         )
         return FAILED
@@ -215,7 +215,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _flush_output() -> None:
-    """Drops what cannot be printed: Python would try again at exit, with a trace and status 120."""
+    """Flush stdout; drop what cannot be printed, or Python would try again at exit, with a
+    traceback and status 120."""
     try:
         sys.stdout.flush()
     except OSError:
@@ -223,7 +224,7 @@ def _flush_output() -> None:
 
 
 def _open_output() -> None:
-    """Let every command print, whatever the shell has given it."""
+    """Make stdout and stderr usable, whatever the shell has passed."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is None:  # closed by the shell: >&-

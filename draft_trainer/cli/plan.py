@@ -17,7 +17,7 @@ from slipstream.errors import RefusedError
 from slipstream.hub import read_json
 
 if TYPE_CHECKING:
-    from slipstream.costs import Costs, StepTable
+    from slipstream.economics.costs import Costs, StepTable
 
 LEAST_STEPS = 4
 """Of a kind and size, below which a server's cost is not known: fewer than a server with
@@ -100,7 +100,7 @@ class Plan:
     def run(self) -> int:
         """Prints the plan."""
         from draft_trainer.offline.plan import Fleet, make_plan, read_lengths, tables, write_page
-        from slipstream.economics import Loop
+        from slipstream.economics.arithmetic import Loop
 
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
@@ -148,8 +148,14 @@ class Plan:
 
     def _costs(self) -> tuple[Costs, str, tuple[float, ...] | None]:
         """Step costs, where they come from, and acceptance by position where that is counted."""
-        from slipstream.costs import Roofline, StepTable, eagle3_shape, hardware, policy_shape
-        from slipstream.security import is_loopback
+        from slipstream.economics.costs import (
+            Roofline,
+            StepTable,
+            eagle3_shape,
+            hardware,
+            policy_shape,
+        )
+        from slipstream.serving.identity import is_loopback
 
         given = [n for n in ("server", "step_costs", "gpu") if getattr(self, n) is not None]
         if len(given) != 1:
@@ -192,7 +198,7 @@ class Plan:
 
 
 def _rates(option: str, text: str | None) -> tuple[float, ...] | None:
-    from slipstream.economics import check_rates
+    from slipstream.economics.arithmetic import check_rates
 
     if text is None:
         return None
@@ -213,7 +219,7 @@ def served_costs(exposition: str) -> tuple[StepTable, tuple[float, ...]]:
     """
     from prometheus_client.parser import text_string_to_metric_families
 
-    from slipstream.costs import OFF, StepTable
+    from slipstream.economics.costs import OFF, StepTable
 
     name = "slipstream_rollout_"
     values: dict[str, dict[tuple[str, ...], float]] = {}

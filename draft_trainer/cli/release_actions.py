@@ -95,8 +95,8 @@ def _report(result: pb.PublishResult, as_json: bool) -> int:
 class Export(Reading):
     """Copy a release to a folder, verified, as a checkpoint that vLLM loads.
 
-    As released, its manifest goes with it, and rollout-server --draft knows its version. A model
-    card is beside it, so that the folder can be pushed as it is: hf upload ORG/NAME DIR.
+    Without --layout its manifest goes with it, so that rollout-server --draft knows its version. A
+    model card is beside it, so that the folder can be pushed as it is: hf upload ORG/NAME DIR.
     """
 
     version: Version
@@ -138,7 +138,7 @@ class Export(Reading):
 
 
 def _model_card(manifest: Manifest) -> str:
-    """README.md as the Hugging Face hub reads it."""
+    """Return a README.md that the Hugging Face hub reads."""
     from draft_trainer.releases.release import kind_of
 
     tags = ["tags:", "- speculative-decoding", f"- {kind_of(manifest)}"]
@@ -251,5 +251,5 @@ class Releases:
     )
 
     def run(self) -> int:
-        """Runs the action."""
+        """Run the action."""
         return self.action.run()

@@ -44,7 +44,7 @@ Manifest = release_pb2.ReleaseManifest
 
 
 class RunningTrainer:
-    """The releases of a running trainer. Every call raises RefusedError: none such, or damaged."""
+    """The releases of a running trainer. Calls raise RefusedError: no such release, or damaged."""
 
     def __init__(self, stub: pb_grpc.DraftTrainerStub, timeout: float) -> None:
         self._stub = stub
@@ -55,7 +55,7 @@ class RunningTrainer:
         return list(answer.releases), list(answer.uses)
 
     def tensors(self, version: int) -> tuple[Manifest, dict[str, Tensor]]:
-        """One release. The trainer checks the files, this side the tensors that arrive."""
+        """Fetch a release. The trainer checks the files, this side the tensors that arrive."""
         from slipstream.tensors import ChunkAssembler
 
         request = pb.FetchReleaseRequest(draft_version=version)
@@ -67,7 +67,7 @@ class RunningTrainer:
         return manifest, assembler.finish()
 
     def verify(self, version: int) -> None:
-        """Every byte of a release. Raises RefusedError: damaged, or removed meanwhile."""
+        """Check every byte of a release. Raises RefusedError: damaged, or removed meanwhile."""
         try:
             self.tensors(version)
         except grpc.RpcError as error:
@@ -77,7 +77,7 @@ class RunningTrainer:
             raise refused from error
 
     def verdicts(self, newest: int) -> list[release_pb2.Verdict]:
-        """The newest gate results (0: all that are kept), oldest first."""
+        """Return the newest gate results (0: all that are kept), oldest first."""
         history = self._stub.GetHistory(GetHistoryRequest(), timeout=self._timeout)
         return list(history.verdicts)[-newest:]
 
@@ -123,7 +123,7 @@ class Reading(Connection):
 
     @contextmanager
     def source(self) -> Iterator[RunningTrainer | RegistryFolder]:
-        """What the options name, for the length of a ``with`` block."""
+        """Yield the releases that the options name, for the length of a ``with`` block."""
         if self.registry is not None:
             yield RegistryFolder(self.registry)
         else:
@@ -188,7 +188,7 @@ def _gain(gate: release_pb2.GateFigures) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Show(Reading):
-    """Everything that is known of one release: its manifest and its tensors."""
+    """Show everything that is known of one release: its manifest and its tensors."""
 
     version: Version
     """Draft version of the release."""
@@ -254,10 +254,10 @@ def _described(manifest: Manifest) -> dict[str, str]:
 
 @dataclass(frozen=True, kw_only=True)
 class Verdicts(Reading):
-    """What the gate decided, on dropped candidates too, oldest first. The newest 500 are kept."""
+    """Show what the gate decided, oldest first, dropped candidates too. The newest 500 are kept."""
 
     newest: Annotated[int, arg(metavar="N")] = 20
-    """So many; 0: all that are kept."""
+    """Number of decisions; 0: all that are kept."""
 
     def run(self) -> int:
         at_least("--newest", self.newest, 0)

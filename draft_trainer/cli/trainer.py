@@ -18,7 +18,7 @@ from google.protobuf.message import Message
 from tyro.conf import arg
 
 from slipstream.errors import RefusedError, failure_text, refused_from
-from slipstream.security import ClientCredentials
+from slipstream.serving.identity import ClientCredentials
 from slipstream.v1 import draft_trainer_pb2_grpc as pb_grpc
 
 DEFAULT_ADDRESS = "127.0.0.1:50051"
@@ -27,7 +27,7 @@ _UNTRUSTED = re.compile(
     r"(?<=CERTIFICATE_VERIFY_FAILED: )[^:\]]+|Hostname Verification Check failed|"
     r"Peer name \S+ is not in peer certificate"
 )
-"""How gRPC's core says that it does not trust a server."""
+"""The words in which gRPC's core says that it does not trust a server."""
 
 
 def _credentials_from_environment() -> ClientCredentials:
@@ -60,7 +60,7 @@ class Connection:
 
     @contextmanager
     def trainer(self) -> Iterator[pb_grpc.DraftTrainerStub]:
-        """The trainer's calls, for the length of a ``with`` block.
+        """Yield the trainer's calls, for the length of a ``with`` block.
 
         Raises:
             RefusedError: a file cannot be used, or a call failed and the block did not catch it.
@@ -82,7 +82,7 @@ class Connection:
 
 
 def explained(error: grpc.RpcError, address: str) -> RefusedError:
-    """A failed call in one line, with the next step."""
+    """Return the error that tells of a failed call in one line, with the next step."""
     refusal = refused_from(error)
     if refusal is not None:
         return refusal
@@ -119,14 +119,14 @@ def at_least(option: str, value: float | None, least: float) -> None:
 
 
 def as_dict(message: Message) -> dict[str, object]:
-    """A message as JSON, with the fields that have their default value; bytes as base64."""
+    """Convert a message to JSON, fields with their default value included; bytes as base64."""
     return json_format.MessageToDict(
         message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
     )
 
 
 def print_json(value: object) -> None:
-    """Print it, indented."""
+    """Print a value as indented JSON."""
     print(json.dumps(value, indent=2))
 
 
@@ -137,7 +137,7 @@ def print_table(rows: Sequence[Sequence[object]]) -> None:
 
 
 def table(rows: Sequence[Sequence[object]]) -> Iterator[str]:
-    """The lines of rows in columns; the first row is the head.
+    """Yield rows as lines of columns; the first row is the head.
 
     A column whose head ends with a blank is aligned to the left, others to the right.
     """
@@ -152,11 +152,11 @@ def table(rows: Sequence[Sequence[object]]) -> Iterator[str]:
 
 
 def mebibytes(size: int) -> str:
-    """Bytes in MiB, in at least three digits."""
+    """Format bytes in MiB, with at least three digits."""
     mib = size / 2**20
     return f"{mib:.0f}" if mib >= 100 else f"{mib:.3g}"
 
 
 def when(seconds: float) -> str:
-    """Seconds since the epoch as local time."""
+    """Format seconds since the epoch as local time."""
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))

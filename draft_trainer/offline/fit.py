@@ -27,7 +27,7 @@ from rich.progress import Progress, TaskID
 
 from draft_trainer.checkpoints import read_policy
 from draft_trainer.drafters import DRAFTERS, Draft
-from draft_trainer.drafters.acceptance import expected_acceptance
+from draft_trainer.drafters.expected_acceptance import expected_acceptance
 from draft_trainer.files import folder_written_whole, fsync
 from draft_trainer.offline.data import FitConfig, split, steps_of
 from draft_trainer.offline.report import (
@@ -44,7 +44,7 @@ from draft_trainer.training.device import training_device
 from draft_trainer.training.learner import Learner, StepMetrics
 from draft_trainer.training.optimizer import Schedule
 from draft_trainer.training.pace import BATCH_TOKENS
-from draft_trainer.training.state import Facts, StateStore, head_facts
+from draft_trainer.training.training_state import Facts, StateStore, head_facts
 from slipstream.checkpoints import WEIGHTS_FILE
 from slipstream.errors import RefusedError
 from slipstream.tensors import digest

@@ -1,7 +1,7 @@
 """Whether speculation pays on a given fleet, at which draft length, and whether adapting does.
 
-``make_plan`` applies ``slipstream.economics`` to a loop's own figures and simulates its steps:
-rollouts with their tail over all engines, synchronous or asynchronous. No GPU and no torch.
+``make_plan`` applies ``slipstream.economics.arithmetic`` to a loop's own figures and simulates its
+steps: rollouts with their tail over all engines, synchronous or asynchronous. No GPU and no torch.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from draft_trainer.files import written_whole
-from slipstream.costs import OFF, Costs
-from slipstream.economics import (
+from slipstream.economics.arithmetic import (
     Generation,
     Loop,
     acceptance_length,
@@ -29,6 +28,7 @@ from slipstream.economics import (
     schedule,
     speed_up,
 )
+from slipstream.economics.costs import OFF, Costs
 from slipstream.errors import RefusedError
 
 LEAST_TAIL = 1.2

@@ -15,9 +15,9 @@ from functools import lru_cache
 from pathlib import Path
 
 from draft_trainer.counters import Counters
-from draft_trainer.releases.client import DraftPayload, Failure, RolloutClient
 from draft_trainer.releases.fleet import WITHOUT_WEIGHTS, Fleet
 from draft_trainer.releases.registry import Registry
+from draft_trainer.releases.rollout_client import DraftPayload, Failure, RolloutClient
 from slipstream.errors import RefusedError, StatusCode, clean
 from slipstream.tensors import digest_of_specs
 from slipstream.v1 import rollout_server_pb2 as pb
@@ -30,7 +30,7 @@ class ServerOutcome:
     """One server's part in a publish: what is live, why something is not, what it serves now.
 
     ``committed``: all that was asked of it is live; for a draft with a policy, the policy is, and
-    ``draft_committed`` tells about the draft. ``state`` is None where it was not reached.
+    ``draft_committed`` says whether the draft is. ``state`` is None if it was not reached.
     """
 
     committed: bool = False
@@ -51,7 +51,7 @@ class ServerOutcome:
 
 @dataclass
 class PublishResult:
-    """How a publish ended, or what it has done so far."""
+    """The outcome of a publish, or of what it has done so far."""
 
     draft_version: int
     """The release that every reachable server serves or, after a stage, will serve."""
@@ -72,7 +72,7 @@ class PublishResult:
 
     @property
     def without(self) -> dict[str, str]:
-        """Why servers do not hold it that were reached and should."""
+        """The servers that were reached and should hold it but do not, each with why."""
         reached = {a: o for a, o in self.outcomes.items() if o.state is not None}
         return {address: outcome.error for address, outcome in reached.items() if outcome.error}
 
@@ -93,21 +93,21 @@ class Payloads:
         self._digest = lru_cache(64)(lambda v: digest_of_specs(registry.get(v).tensors))
 
     def is_served(self, state: pb.ServerState, version: int) -> bool:
-        """Whether a server serves this release, by number and by content; or needs none."""
+        """Return whether a server serves this release, by number and content, or needs none."""
         if state.draft_kind in WITHOUT_WEIGHTS:
             return True
         digest = self.digest(version) if state.draft_version == version else None
         return digest is not None and state.draft_sha256 in (b"", digest)
 
     def digest(self, version: int) -> bytes | None:
-        """``ServerState.draft_sha256`` of a server that serves it; None: the release is damaged."""
+        """Return the ``draft_sha256`` of a server that serves it; None: the release is damaged."""
         try:
             return self._digest(version)
         except RefusedError:
             return None
 
     def get(self, version: int) -> DraftPayload:
-        """One release. Raises RefusedError: there is none, or its files were altered."""
+        """Return a release to send. Raises RefusedError: none such, or its files were altered."""
         with self._lock:
             return self._read_once(version)
 
@@ -149,7 +149,7 @@ def stage_version_on(
     fleet: Fleet,
     counters: Counters,
 ) -> pb.StageResult | Failure:
-    """The same by number; an unreadable release is a failure like others."""
+    """Send a release, given by number; an unreadable one is a failure like any other."""
     try:
         draft = payloads.get(version)
     except RefusedError as error:
@@ -201,8 +201,8 @@ def commit_on(
             outcome.draft_committed = True
             return True
         if policy and answer.code is StatusCode.NOT_FOUND:
-            # Where the loop could not stage its policy, the draft goes live without it: as failed,
-            # it would be rolled back on every server at every sync.
+            # If the loop could not stage its policy, the draft goes live without it: counted as
+            # failed, it would be rolled back on every server at every sync.
             without = _committed(client, draft, policy_version, [], outcome)
             if not isinstance(without, Failure):
                 outcome.committed, outcome.draft_committed = False, True
@@ -229,7 +229,7 @@ def _committed(
     policy: list[str],
     outcome: ServerOutcome,
 ) -> pb.ServerState | Failure:
-    """One commit call; where its answer is lost, what the server says of itself."""
+    """Commit in one call; if its answer is lost, the server's state takes its place."""
     stage_ids = ([draft.stage_id] if draft is not None else []) + policy
     began = time.monotonic()
     answer = client.commit(stage_ids, with_policy=bool(policy))
@@ -270,7 +270,7 @@ def put_all_on(
     payloads: Payloads,
     counters: Counters,
 ) -> dict[str, ServerOutcome]:
-    """Put servers on a release; their ``outcomes``, with what failed."""
+    """Put servers on a release; return their ``outcomes``, with what failed."""
     restored = {a: replace(outcomes.get(a, ServerOutcome())) for a in addresses}
 
     def restore(client: RolloutClient) -> None:

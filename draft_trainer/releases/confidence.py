@@ -8,8 +8,8 @@ sequence with a Gaussian mixture: Waudby-Smith, Arbour, Sinha, Kennedy and Ramda
 
 Steps of one sequence, and of one prompt's samples, are correlated. Their number is therefore
 divided by a design effect: the larger of a configured floor and of what the variance between blocks
-says (method of batch means; blocks are merged in pairs as they grow in number, so that they outgrow
-the correlation's length).
+implies (method of batch means; as their number grows, blocks are merged in pairs, so that they
+outgrow the correlation's length).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Batch:
 
     Args:
         tried: steps whose draft had a token at each position; all of them had a first one.
-        accepted: of these tokens.
+        accepted: how many of these tokens were accepted.
     """
 
     tried: tuple[int, ...]
@@ -52,7 +52,7 @@ class Batch:
         return self.tried[0] if self.tried else 0
 
     def since(self, before: Batch) -> Batch:
-        """What a server counted since ``before``; all of it where the server began anew."""
+        """Return what a server counted since ``before``; all of it if the server has restarted."""
         grown = self + Batch(
             *(tuple(-n for n in counts) for counts in (before.tried, before.accepted))
         )
@@ -88,8 +88,8 @@ class Arm:
     """One draft version's side of a comparison.
 
     A server that adapts the draft length proposes fewer tokens in some steps than in others. The
-    mean is therefore of drafts as long as the comparison asks for: each position is a share of the
-    steps that tried it, and counts with the inverse of how often that was.
+    mean is therefore of drafts as long as the comparison asks for: each position's share is of the
+    steps that tried it, and is weighted with the inverse of how often that was.
     """
 
     def __init__(self, design_effect: float) -> None:
@@ -104,7 +104,7 @@ class Arm:
         return self._sum.drafts
 
     def add(self, batch: Batch) -> None:
-        """Add what came since the last report."""
+        """Add the counts since the last report."""
         if not batch.drafts:
             return
         self._sum += batch
@@ -118,15 +118,15 @@ class Arm:
             self._block_drafts = min(block.drafts for block in merged)
 
     def positions(self, least: int) -> int:
-        """How many, from the first one, were tried at least ``least`` times."""
+        """Return how many positions, from the first one, were tried at least ``least`` times."""
         return sum(1 for _ in takewhile(lambda tried: tried >= least, self._sum.tried))
 
     def interval(self, alpha: float, positions: int) -> Interval:
-        """Bounds of the mean that fail once in 1 / ``alpha`` trials.
+        """Return bounds of the mean that fail once in 1 / ``alpha`` trials.
 
         Args:
             alpha: error rate.
-            positions: of a draft, at least one; each was tried.
+            positions: number of draft positions, at least one; each was tried.
         """
         tried, accepted = self._sum.tried[:positions], self._sum.accepted[:positions]
         shares = [one / steps for one, steps in zip(accepted, tried, strict=True)]
@@ -137,7 +137,7 @@ class Arm:
         ended = [one - after for one, after in pairwise((*accepted, 0))]
         total = sum(count * value for count, value in zip(ended, values, strict=True))
         squares = sum(count * value**2 for count, value in zip(ended, values, strict=True))
-        # Two steps more, one with no and one with all tokens accepted: no certainty from few.
+        # Adds a step with no and one with all tokens accepted: few steps give no certainty.
         variance = (squares + values[-1] ** 2) / (self.drafts + 2)
         variance -= ((total + values[-1]) / (self.drafts + 2)) ** 2
         effect = self._measured_effect(shares, weights) / variance
@@ -155,7 +155,7 @@ class Arm:
         )
 
     def _measured_effect(self, shares: Sequence[float], weights: Sequence[float]) -> float:
-        """Variance of a step that would explain the one between blocks; 0 while unknown."""
+        """Return the variance of a step that would explain that of blocks; 0 while unknown."""
         if len(self._blocks) < MIN_BLOCKS:
             return 0.0
         spread = 0.0
@@ -171,8 +171,8 @@ class Arm:
 
 
 def decide(candidate: Interval, incumbent: Interval, max_loss: float) -> bool | None:
-    """Whether the candidate keeps the acceptance length but for a share ``max_loss``; None while
-    that is not known."""
+    """Return whether the candidate keeps the acceptance length but for a share ``max_loss``; None
+    while that is not known."""
     kept = 1.0 - max_loss
     if 1.0 + candidate.high < kept * (1.0 + incumbent.low):
         return False

@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import TypeVar
 
 from draft_trainer.config import DNS, FILE, PublishConfig
-from draft_trainer.drafters.acceptance import Method
-from draft_trainer.releases.client import Failure, RolloutClient
+from draft_trainer.drafters.expected_acceptance import Method
+from draft_trainer.releases.rollout_client import Failure, RolloutClient
 from slipstream.client import join_address, split_address
 from slipstream.errors import RefusedError, StatusCode
-from slipstream.security import NONE, ClientCredentials
+from slipstream.serving.identity import NONE, ClientCredentials
 from slipstream.v1 import rollout_server_pb2 as pb
 
 logger = logging.getLogger(__name__)

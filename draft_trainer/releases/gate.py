@@ -33,7 +33,11 @@ from torch import Tensor
 from draft_trainer.config import ENOUGH_PROMPTS, GateSection, TrainerConfig
 from draft_trainer.counters import Counters
 from draft_trainer.drafters import Draft
-from draft_trainer.drafters.acceptance import AcceptanceEstimate, Method, expected_acceptance
+from draft_trainer.drafters.expected_acceptance import (
+    AcceptanceEstimate,
+    Method,
+    expected_acceptance,
+)
 from draft_trainer.drafters.policy import PolicyHeads
 from draft_trainer.ingest.run import Run
 from draft_trainer.releases.pointer import PointerStore

@@ -1,7 +1,7 @@
 """Makes a release from a checkpoint that was trained elsewhere.
 
-Nothing of the client is trusted: no path of it is opened, what arrives is bounded before it is
-kept, and the checkpoint is read and checked here like any other. It has to be of the shape and
+Nothing from the client is trusted: none of its paths is opened, what arrives is bounded before it
+is kept, and the checkpoint is read and checked here like any other. It has to be of the shape and
 vocabulary of this registry's drafts.
 """
 
@@ -30,7 +30,7 @@ from slipstream.v1 import release_pb2, tensor_pb2
 
 
 def read_foreign(drafter: Drafter, directory: Path, policy: Path | None = None) -> Checkpoint:
-    """Read a checkpoint in any layout, as something to be released.
+    """Read a checkpoint in any layout, to be released.
 
     Raises:
         RefusedError: a pickle is in it, or ``Drafter.read`` refuses it.
@@ -52,7 +52,7 @@ def release_foreign(
     origin: str,
     result: release_pb2.Verdict | None = None,
 ) -> release_pb2.ReleaseManifest:
-    """Write an imported draft as a release, which is not promoted by that.
+    """Write an imported draft as a release, without promoting it.
 
     Raises:
         RefusedError: another process writes the registry.
@@ -80,7 +80,7 @@ _BYTES_PER_ELEMENT = 8  # of the widest type that may cross
 
 @dataclass(frozen=True, eq=False)
 class Imports:
-    """Imports one checkpoint at a time, as ``server.service`` lets one call in."""
+    """Imports one checkpoint at a time, because ``server.service`` admits one call."""
 
     registry: Registry
     runs: Runs
@@ -96,8 +96,8 @@ class Imports:
 
         Raises:
             RefusedError: it is too large, not what its hashes say, no draft, a draft of another
-                shape or vocabulary, to be gated without a run, or the disk is full. The registry
-                is as it was.
+                shape or vocabulary, or to be gated without a run; or the disk is full. The
+                registry is as it was.
         """
         try:
             run = self._run() if header.gate else None
@@ -142,7 +142,7 @@ class Imports:
         if len({spec.name for spec in header.tensors}) < len(header.tensors):
             expected = "names of parameters, each once"
             raise RefusedError(
-                "tensors", "a name twice", expected, "send the tensors of one checkpoint"
+                "tensors", "duplicate names", expected, "send the tensors of one checkpoint"
             )
 
     def _receive(

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from draft_trainer.releases.registry import Registry
 
 FIGURES_SECONDS = 3600.0
-"""How old what is known of the incumbent may be when a trial begins or the trainer starts: while a
+"""The greatest age of the incumbent's figures when a trial begins or the trainer starts: while a
 policy trains between two phases of rollouts, nothing is drafted."""
 
 GOOD_KEPT = 4
@@ -56,7 +56,7 @@ class Good:
 
 @dataclass(frozen=True)
 class Pointer:
-    """What is wanted, what is served and what passed.
+    """The releases that are wanted, that are served and that passed.
 
     Args:
         promoted: the release that every server should come to serve.
@@ -112,7 +112,7 @@ class Pointer:
 
     @property
     def on_trial(self) -> bool:
-        """Whether the live release has no verdict."""
+        """Return whether the live release has no verdict."""
         return self.live != self.incumbent
 
     @property
@@ -123,7 +123,7 @@ class Pointer:
         return min(1.0, *accumulate((one.ratio for one in reversed(self.good)), mul))
 
     def state_of(self, version: int) -> ReleaseState:
-        """The state of a release."""
+        """Return the state of a release."""
         if version == self.intent:
             return ReleaseState.COMMITTING
         if version == self.live and self.on_trial:
@@ -133,8 +133,8 @@ class Pointer:
         return ReleaseState.PROMOTED if version == self.promoted else ReleaseState.RELEASED
 
     def known(self, run_id: str, at: float) -> Figures:
-        """The figures, where they say something of this run at that Unix time: another policy
-        accepts the same draft otherwise. Empty ``run_id``: no run is open yet, so none has ended
+        """Return the figures if they hold for this run at that Unix time, else none: another policy
+        accepts the same draft differently. Empty ``run_id``: no run is open yet, so none has ended
         the one before."""
         ours = run_id in ("", self.figures_run)
         fits = ours and abs(at - self.figures_at) < FIGURES_SECONDS
@@ -312,8 +312,8 @@ class PointerStore:
         Args:
             event: why the live release is left.
             target: the good release.
-            promoted: whether it is promoted, too, pinned or not as ``pinned`` says.
-            pinned: not looked at where it is not promoted.
+            promoted: whether it is promoted, too.
+            pinned: whether it is pinned, if it is promoted.
         """
         now = self.now
         place = now.good_versions.index(target)
@@ -331,7 +331,7 @@ class PointerStore:
         self._move(event, version, **changes, intent=None, undecided="", left_good_at=0.0)
 
     def _move(self, event: ReleaseEvent, version: int, **changes: object) -> None:
-        """Make the changes that an event of one release brings. The table allows all of them."""
+        """Make the changes that an event of one release brings, all of which the table allows."""
         with self.state.transaction():
             before = self.now
             self._change(**changes)
@@ -377,14 +377,14 @@ def _with(good: tuple[Good, ...], newest: Good) -> tuple[Good, ...]:
 
 
 def read_pointer(state: State) -> Pointer | None:
-    """The pointer; None where no trainer ever ran on the registry. Raises RefusedError: damaged."""
+    """Read the pointer; None if no trainer ran on the registry. Raises RefusedError: damaged."""
     for document, checksum in state.query("SELECT document, checksum FROM pointer"):
         if not isinstance(document, str) or sha256(document.encode()).hexdigest() != checksum:
-            raise state.damaged("a pointer that is not the one that was written")
+            raise state.damaged("a pointer that is not as it was written")
         try:
             return _POINTER.validate_json(document)
         except ValidationError as error:
-            raise state.damaged(f"a pointer that is none ({error.errors()[0]['msg']})") from error
+            raise state.damaged(f"an invalid pointer ({error.errors()[0]['msg']})") from error
     return None
 
 
@@ -399,7 +399,7 @@ def promote_offline(registry: Registry, version: int, pin: bool) -> None:
         pointer = PointerStore(state, registry.path, version)
         incumbent, tried = pointer.now.incumbent, False
         if version != incumbent:
-            # The fleet cannot go back to a damaged one: nothing is compared with it then.
+            # The fleet cannot go back to a damaged release, so nothing is compared with one.
             with suppress(RefusedError):
                 registry.verify(incumbent)
                 tried = True

@@ -27,7 +27,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 
 from draft_trainer.counters import Counters
-from draft_trainer.releases.client import POLICY_SECONDS, Failure, RolloutClient
 from draft_trainer.releases.commits import (
     Payloads,
     PublishResult,
@@ -39,6 +38,7 @@ from draft_trainer.releases.commits import (
 from draft_trainer.releases.fleet import STAGES_AT_ONCE, Fleet
 from draft_trainer.releases.pointer import PointerStore
 from draft_trainer.releases.registry import Registry
+from draft_trainer.releases.rollout_client import POLICY_SECONDS, Failure, RolloutClient
 from draft_trainer.releases.states import ReleaseEvent
 from draft_trainer.releases.trial import Trials
 from slipstream.errors import RefusedError, StatusCode
@@ -53,11 +53,11 @@ TRIAL_EVENTS = {
     ReleaseEvent.FAIL: "canary_rolled_back",
     ReleaseEvent.FIND_TOO_LITTLE: "canary_undecided",
 }
-"""The event (``state.KINDS``) that a trial's end is noted as."""
+"""The events (``state.KINDS``) that the ends of trials are noted as."""
 
 
 class Publisher:
-    """Owner of what the fleet serves. Safe to call from several threads."""
+    """The owner of what the fleet serves. Thread-safe."""
 
     def __init__(
         self,
@@ -108,7 +108,7 @@ class Publisher:
 
         Raises:
             RefusedError: no such release (NOT_FOUND), or another publish is under way (ABORTED), at
-                the monotonic time ``until`` at the latest: whoever asked does not wait any longer.
+                the monotonic time ``until`` at the latest: the caller does not wait any longer.
         """
         self._registry.get(version)
         with self._publishing(until):
@@ -130,7 +130,8 @@ class Publisher:
 
         Args:
             reason: for the events.
-            failed: not an operator's wish: what this release showed, if it is live.
+            failed: the release that failed, which is left only while it is live; None: an
+                operator asks.
             until: as in ``promote``.
 
         Raises:
@@ -194,8 +195,8 @@ class Publisher:
         return self._held(self._publish_lock, 2, until)
 
     def committing(self, until: float = math.inf) -> AbstractContextManager[None]:
-        """Hold ``_commit_lock``: while something is committed or put back, not while a publish
-        stages. Raises RefusedError: as ``promote``."""
+        """Hold ``_commit_lock``, to commit something or put it back, but not to stage. Raises
+        RefusedError as ``promote``."""
         return self._held(self._commit_lock, 3, until)
 
     @contextmanager
@@ -221,7 +222,7 @@ class Publisher:
         Args:
             version: the release.
             until: as in ``promote``.
-            pin: not None: it is promoted, pinned or not, in the moment in which it goes live.
+            pin: unless None, it is promoted, pinned or not, at the moment it goes live.
         """
         self._drop_staged(until)
         result = self._stage(version, pin)
@@ -243,7 +244,7 @@ class Publisher:
                 self._went_live(version, pin)
             return PublishResult(version, outcomes)
         draft = self.payloads.get(version)
-        # No other will be committed but by ``complete``: what is left would take this one's memory.
+        # Only ``complete`` commits another stage: one left over would take this one's memory.
         self.fleet.abort_strays(states, (draft.stage_id,))
 
         def stage(client: RolloutClient) -> pb.StageResult | Failure:
@@ -360,7 +361,7 @@ class Publisher:
     ) -> dict[str, ServerOutcome]:
         """Put servers on the live release."""
         now, restored = self.pointer.now, dict[str, ServerOutcome]()
-        # Servers that were caught up with the live one: those that took it stay on it.
+        # If servers were caught up with the live release, those that took it stay on it.
         replaced = version != now.live
         if replaced:
             restored = self._restore(now.live, addresses, outcomes)
@@ -371,7 +372,7 @@ class Publisher:
         try:
             self.pointer.undo_commit()
         except RefusedError as error:
-            # It stays intended on disk, which a restart takes for "undo it", as it should.
+            # The intent stays on disk, and a restart undoes it, as it should.
             logger.error("%s", error)
         if replaced:
             self._note("rolled_back", version, why)
@@ -386,7 +387,7 @@ class Publisher:
             version, target = pointer.roll_back() if failed is None else pointer.failed()
             event = "rolled_back_by_hand" if failed is None else "canary_rolled_back"
             self._record(event, version, reason)
-        # Only now: where there is none to go to, what a sync has staged is still committed.
+        # Not before: if there is no release to go to, what a sync staged is still committed.
         self._abort_staged()
         outcomes = self._restore(target, self.fleet.addresses, {})
         self.fleet.each(lambda client: client.abort([f"draft-{version}"]))
@@ -399,8 +400,8 @@ class Publisher:
         return put_all_on(self.fleet, target, addresses, outcomes, self.payloads, self.counters)
 
     def _undo_interrupted(self) -> None:
-        """After a restart: commits that have begun and did not end are undone by ``reconcile``; a
-        trial goes on, unless there are none any more."""
+        """Resume after a restart: commits that began and did not end are undone by ``reconcile``; a
+        trial goes on, unless trials are off now."""
         now, pointer = self.pointer.now, self.pointer
         if now.intent is not None:
             with pointer.state.transaction():
@@ -417,7 +418,7 @@ class Publisher:
             self._abort_staged()
 
     def _abort_staged(self) -> None:
-        """Abort what waits for a commit. ``_commit_lock`` is held."""
+        """Abort the stages that wait for a commit. ``_commit_lock`` is held."""
         staged, self._staged = self._staged, None
         self._abort(staged)
 
@@ -426,7 +427,7 @@ class Publisher:
             self.fleet.each(lambda client: client.abort(stage_ids), staged.holders)
 
     def _record(self, event: str, version: int, reason: str = "") -> None:
-        """An event of the transaction under way, counted once that is on disk."""
+        """Note an event in the transaction under way; count it once that is on disk."""
         self.pointer.state.events.note(event, draft_version=version, reason=reason)
         self.pointer.state.after_commit(lambda: self.counters.published(event))
 

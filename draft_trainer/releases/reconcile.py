@@ -18,10 +18,10 @@ from collections import Counter
 from collections.abc import Mapping, Set
 from dataclasses import dataclass
 
-from draft_trainer.releases.client import Failure, RolloutClient
 from draft_trainer.releases.commits import put_on, stage_version_on
 from draft_trainer.releases.fleet import STAGES_AT_ONCE
 from draft_trainer.releases.publisher import Publisher
+from draft_trainer.releases.rollout_client import Failure, RolloutClient
 from draft_trainer.releases.watch import AcceptanceWatch
 from slipstream.errors import RefusedError
 from slipstream.readiness import not_ready_text

@@ -61,7 +61,7 @@ class Registry:
     def __init__(self, root: Path, drafter: Drafter | None = None) -> None:
         root.mkdir(parents=True, exist_ok=True)
         self.root = root.resolve(strict=True)
-        # Taken in this order: _writers, the state's own lock, _lock. The last two only for moments:
+        # Lock order: _writers, the state's own lock, _lock. The last two are held only for moments:
         # publishes wait for them.
         self._writers = threading.RLock()
         self._lock = threading.Lock()
@@ -110,7 +110,7 @@ class Registry:
 
     @contextmanager
     def writing(self) -> Iterator[State]:
-        """The right to change files and state. Raises RefusedError as ``State``."""
+        """Yield the state, to change it and the files. Raises RefusedError as ``State``."""
         with self._writers:
             state = self._state or State(self.root)
             try:
@@ -121,7 +121,7 @@ class Registry:
 
     @contextmanager
     def reading(self) -> Iterator[State]:
-        """The state, for queries alone, beside whoever writes it. Raises RefusedError: damaged."""
+        """Yield the state for queries alone, beside any writer. Raises RefusedError: damaged."""
         held = self._state
         state = held or State(self.root, write=False)
         try:
@@ -187,7 +187,7 @@ class Registry:
                     else:
                         checkpoint.write(staging)
                 return manifest
-            # Nothing is written to compare: a start on a full disk is what makes room there.
+            # Compared without writing: on a full disk, it is the start that makes space.
             if versions[0] == 0 and self._is_initial(checkpoint, directory):
                 return self.get(0)
             raise RefusedError(
@@ -200,10 +200,10 @@ class Registry:
             )
 
     def _is_initial(self, checkpoint: Checkpoint, directory: Path) -> bool:
-        """Whether release 0 is what this checkpoint, read from ``directory``, becomes as one."""
+        """Return whether release 0 is this checkpoint, read from ``directory``, once imported."""
         if checkpoint.as_stored and same_content(self.path(0), directory):
             return True
-        self.tensors(0)  # Damage is no other checkpoint.
+        self.tensors(0)  # Damage does not make it another checkpoint.
         if checkpoint.as_stored:
             return False
         manifest, (text, tensors) = self.get(0), checkpoint.written()
@@ -211,22 +211,22 @@ class Registry:
         return text == manifest.config_json and specs == [*manifest.tensors]
 
     def versions(self) -> tuple[int, ...]:
-        """Every release that is there, oldest first; their content is not looked at."""
+        """List the releases, oldest first, without a look at their content."""
         found = (version_of(p.name) for p in self.root.iterdir() if p.is_dir())
         return tuple(sorted(version for version in found if version is not None))
 
     def get(self, version: int) -> release_pb2.ReleaseManifest:
-        """One manifest. Raises RefusedError: no such release, or it is not what was released."""
+        """Read a manifest. Raises RefusedError: no such release, or it is not what was released."""
         return read_manifest(self.path(version), version)
 
     def trained_against(self, version: int, run_id: str) -> int | None:
-        """Newest policy version of a run that a release was trained on; None: on none of them.
+        """Return the newest policy version of a run that a release was trained on; None: on none.
 
-        What was read once is known from then on.
+        A manifest that was read once is not read again.
 
         Args:
             version: the release.
-            run_id: of another run than this the versions say nothing; empty: no run is known.
+            run_id: versions of any other run say nothing; empty: no run is known.
 
         Raises:
             RefusedError: as ``get``.
@@ -237,7 +237,7 @@ class Registry:
         return manifest.trained_against_policy_version if known else None
 
     def path(self, version: int) -> Path:
-        """The directory of a release. Raises RefusedError: none, or a link or pickle is in it."""
+        """Find a release's directory. Raises RefusedError: none, or a link or pickle is in it."""
         path = self.root / folder_name(version)
         if version < 0 or not path.is_dir():
             raise RefusedError(
@@ -251,7 +251,7 @@ class Registry:
         return path
 
     def tensors(self, version: int) -> dict[str, Tensor]:
-        """The weights of a release by name, each verified against the manifest's SHA-256.
+        """Read a release's weights by name, each verified against the manifest's SHA-256.
 
         Raises:
             RefusedError: no such release, or a file is missing or differs from the manifest.
@@ -272,7 +272,7 @@ class Registry:
                 raise damaged(path / extra, "a file that was not released", "nothing")
 
     def nbytes(self, version: int) -> int:
-        """Bytes of a release on disk; 0 where it was removed meanwhile."""
+        """Return the bytes of a release on disk; 0 if it was removed meanwhile."""
         try:
             folder = self.root / folder_name(version)
             return sum(part.lstat().st_size for part in folder.iterdir())
@@ -292,15 +292,15 @@ class Registry:
                 self._busy = +self._busy
 
     def busy(self) -> frozenset[int]:
-        """Releases that are being used right now."""
+        """Return the releases that are being used right now."""
         with self._lock:
             return frozenset(self._busy)
 
     def uses(self) -> Listing:
-        """Every release, with its damage and why retention spares it.
+        """List every release, with its damage and why retention spares it.
 
         Raises:
-            RefusedError: what says which release is served is damaged.
+            RefusedError: the pointer, which says which release is served, is damaged.
         """
         with self.reading() as state:
             now = read_pointer(state)
@@ -349,15 +349,15 @@ class Registry:
         """Remove the oldest releases; never one that is in use, busy or the newest.
 
         Args:
-            keep: releases beyond the newest so many go.
-            keep_bytes: while all that stay take more than this together, further ones go.
+            keep: number of the newest releases that stay.
+            keep_bytes: bound on the bytes of all that stay; further ones go while it is exceeded.
             spared: further draft versions that stay.
 
         Returns: the versions removed, oldest first.
         """
         removed: list[int] = []
         with self.writing() as state:
-            # Neither the pointer moves nor does a release come into use meanwhile.
+            # Meanwhile the pointer does not move, and no release comes into use.
             with state.lock, self._lock:
                 pointer = read_pointer(state)
                 sizes = {version: self.nbytes(version) for version in self.versions()}
@@ -375,7 +375,7 @@ class Registry:
                     path.rename(self.root / name)
                     removed.append(version)
                     total -= size
-            # With those that could not be removed before.
+            # Those that could not be removed before, too.
             _remove(self.root.glob(".removed-*"))
         return tuple(removed)
 
@@ -416,7 +416,7 @@ def _remove(leftovers: Iterable[Path]) -> None:
 
 
 def open_registry(draft: DraftConfig) -> Registry:
-    """The registry, held against other writers, with the initial draft as release 0.
+    """Open the registry, held against other writers, with the initial draft as release 0.
 
     Raises:
         RefusedError: the folder cannot be written, is another process's, or was started from
@@ -442,10 +442,10 @@ def open_registry(draft: DraftConfig) -> Registry:
 
 
 def newest_own(registry: Registry) -> release_pb2.ReleaseManifest:
-    """The newest release that was trained here, or release 0: what training goes on from.
+    """Find the newest release that was trained here, or release 0: training continues from it.
 
-    Never an imported one: the training state and the optimizer's moments are of these. A damaged
-    one is skipped with a log line: ``open_pointer`` checks what is served.
+    Never an imported one: training state and the optimizer's moments belong to those made here. A
+    damaged one is skipped with a log line: ``open_pointer`` checks what is served.
 
     Raises:
         RefusedError: release 0 is damaged, and no later one can be used.

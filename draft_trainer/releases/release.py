@@ -1,7 +1,7 @@
 """One release on disk: an immutable folder that vLLM loads unchanged, and its manifest.
 
 Looking at a release checks its names, its manifest, its config.json and the size of its weights,
-without a read of the weights; ``read_tensors`` checks every tensor's SHA-256.
+without reading the weights; ``read_tensors`` checks every tensor's SHA-256.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ _NEXT = (
 
 
 def folder_name(version: int) -> str:
-    """The name of a release's folder in its registry."""
+    """Return the name of a release's folder in its registry."""
     return f"release-{version:06d}"
 
 
 def kind_of(manifest: release_pb2.ReleaseManifest) -> str:
-    """The ``Drafter.name`` of a release; releases of before it was written down are EAGLE-3's."""
+    """Return a release's ``Drafter.name``; releases from before it was recorded are EAGLE-3's."""
     return manifest.draft_kind or "eagle3"
 
 
 def version_of(name: str) -> int | None:
-    """The inverse; None for any other name, another spelling of the same number included."""
+    """Invert ``folder_name``; None for any other name, as for the same number spelled otherwise."""
     match = _NAME.fullmatch(name)
     version = int(match.group(1)) if match else None
     return version if version is not None and folder_name(version) == name else None
@@ -77,7 +77,7 @@ def write_manifest(path: Path, manifest: release_pb2.ReleaseManifest) -> None:
 
 
 def read_manifest(path: Path, version: int) -> release_pb2.ReleaseManifest:
-    """A release's manifest, if folder, config.json and size of the weights agree with it.
+    """Read a release's manifest; folder, config.json and size of the weights have to agree with it.
 
     Raises:
         RefusedError: DATA_LOSS, with the file and what differs.
@@ -101,7 +101,7 @@ def read_manifest(path: Path, version: int) -> release_pb2.ReleaseManifest:
 
 
 def read_tensors(path: Path, manifest: release_pb2.ReleaseManifest) -> dict[str, Tensor]:
-    """The weights by name, each verified against the manifest's SHA-256.
+    """Read the weights by name, each verified against the manifest's SHA-256.
 
     Raises:
         RefusedError: DATA_LOSS, a tensor is missing, unknown or not the one released.
@@ -121,7 +121,7 @@ def read_tensors(path: Path, manifest: release_pb2.ReleaseManifest) -> dict[str,
 
 
 def same_content(path: Path, other: Path) -> bool:
-    """Whether two folders hold the same checkpoint, byte for byte.
+    """Return whether two folders hold the same checkpoint, byte for byte.
 
     Raises:
         RefusedError: DATA_LOSS, a file is missing in ``path``.
@@ -136,5 +136,5 @@ def same_content(path: Path, other: Path) -> bool:
 
 
 def damaged(path: Path, found: str, expected: str = "the bytes that were released") -> RefusedError:
-    """What is raised for a release that is not what was released."""
+    """Return the error for a release that is not what was released."""
     return RefusedError(str(path), found, expected, _NEXT, StatusCode.DATA_LOSS)

@@ -15,7 +15,7 @@ class ReleaseState(StrEnum):
     """The part that a release plays for the fleet."""
 
     RELEASED = "released"
-    """In the registry; the fleet neither serves it nor is to serve it."""
+    """Kept in the registry; the fleet neither serves it nor is to serve it."""
     PROMOTED = "promoted"
     """The gate or an operator wants it on the fleet: the next publish stages it."""
     COMMITTING = "committing"
@@ -29,7 +29,7 @@ class ReleaseState(StrEnum):
 
 
 class ReleaseEvent(StrEnum):
-    """What happens to a release."""
+    """An event that may lead a release to another state."""
 
     PROMOTE = "promote"
     SUPERSEDE = "another is promoted"
@@ -51,7 +51,7 @@ def _table() -> dict[tuple[ReleaseState, ReleaseEvent], frozenset[ReleaseState]]
         (state.RELEASED, event.PROMOTE): {state.PROMOTED},
         (state.PROMOTED, event.PROMOTE): {state.PROMOTED},
         (state.PROMOTED, event.SUPERSEDE): {state.RELEASED},
-        # Where it came from: an operator's release was not promoted before it is live.
+        # Back to where it came from: an operator's release is not promoted until it is live.
         (state.COMMITTING, event.UNDO): idle,
         (state.COMMITTING, event.BEGIN_TRIAL): {state.ON_TRIAL, state.UNDECIDED},
         (state.COMMITTING, event.GO_LIVE): {state.GOOD},

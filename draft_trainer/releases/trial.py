@@ -28,15 +28,15 @@ from draft_trainer.releases.states import ReleaseEvent
 from draft_trainer.releases.watch import AcceptanceWatch
 
 HISTORY_SECONDS = 300.0
-"""How far back the acceptance of a release counts that nothing is compared with yet."""
+"""The time for which a release's acceptance counts while nothing is compared with it yet."""
 
 FEWEST_SERVERS = 3
-"""Servers that draft without which none is left out: of two, either may be the broken one."""
+"""Fewest drafting servers of which one may be left out: of two, either may be the broken one."""
 
 
 @dataclass(frozen=True)
 class TrialResult:
-    """How a trial ended.
+    """The result of a trial.
 
     Args:
         version: release that was on trial.
@@ -55,7 +55,7 @@ class TrialResult:
     ratio: float = 1.0
 
     def is_of(self, now: Pointer) -> bool:
-        """Return whether the trial under way is the one that ended so."""
+        """Return whether this is the result of the trial under way."""
         return now.on_trial and (now.live, now.live_at) == (self.version, self.live_at)
 
 
@@ -152,7 +152,7 @@ class Trials:
                 ratio = candidate.length / incumbent.length
                 figures = condensed(mine)
                 return TrialResult(now.live, now.live_at, event, text, figures, ratio)
-        # The second: of all the releases that replaced one another without a verdict.
+        # The second covers all releases that replaced one another without a verdict.
         seconds = max(time.monotonic() - self._began, time.time() - now.left_good_at)
         if now.undecided or seconds <= self.config.max_seconds:
             return None

@@ -38,8 +38,8 @@ class AcceptanceWatch:
     """Follows every rollout server's acceptance counters and keeps the recent past. Thread-safe.
 
     One thread and one stream per server, opened again when it ends: a server may come, go and
-    restart. Counters only grow while a process lives; one that fell is of a new process and counts
-    from 0.
+    restart. Counters only grow while a process lives; one that fell belongs to a new process, and
+    counts from 0.
     """
 
     def __init__(
@@ -76,12 +76,12 @@ class AcceptanceWatch:
                 thread = threading.Thread(
                     target=self._watch, args=(address, over), name=f"watch-{address}", daemon=True
                 )
-                # Where there is none to be had, the next look at the fleet tries again.
+                # If no thread can be started, the next look at the fleet tries again.
                 thread.start()
                 self._threads[address] = (thread, over)
 
     def seen(self, version: int, addresses: Iterable[str], begin: float) -> list[Seen]:
-        """What a draft version did on these servers after ``begin``, oldest first."""
+        """Return a draft version's batches on these servers after ``begin``, oldest first."""
         with self._changed:
             found = [
                 seen
@@ -92,11 +92,11 @@ class AcceptanceWatch:
         return sorted(found, key=lambda seen: seen.at)
 
     def since(self, version: int, addresses: Iterable[str], begin: float) -> list[Batch]:
-        """The same without the times."""
+        """Return the same batches without the times."""
         return [seen.batch for seen in self.seen(version, addresses, begin)]
 
     def recent(self, seconds: float) -> list[tuple[str, Seen]]:
-        """What was reported in the last ``seconds``, each with its server's address."""
+        """Return the batches of the last ``seconds``, each with its server's address."""
         begin = time.monotonic() - seconds
         with self._changed:
             return [
@@ -112,7 +112,7 @@ class AcceptanceWatch:
             return self._revision
 
     def wake(self) -> None:
-        """As if a report had come."""
+        """Wake ``wait_beyond``, as a report does."""
         with self._changed:
             self._revision += 1
             self._changed.notify_all()
@@ -149,7 +149,7 @@ class AcceptanceWatch:
             for c in report.counters
         }
         if before is None:
-            # The age of these counts is unknown: they only say where to begin.
+            # The age of these counts is unknown: they are only the base of the next ones.
             return now
         with self._changed:
             for version, counts in now.items():

@@ -52,11 +52,11 @@ from draft_trainer.training.device import training_device
 from draft_trainer.training.economy import Economy
 from draft_trainer.training.learner import Learner
 from draft_trainer.training.loop import TrainingLoop
-from draft_trainer.training.state import LearnerStates, head_facts
+from draft_trainer.training.training_state import LearnerStates, head_facts
 from slipstream.client import MAX_MESSAGE_BYTES
-from slipstream.guard import Guard, Limit
 from slipstream.metrics import code_version
-from slipstream.serving import GrpcServer, LoopThread, Workers
+from slipstream.serving.limits import Guard, Limit
+from slipstream.serving.server import GrpcServer, LoopThread, Workers
 from slipstream.shm import remove_stale
 from slipstream.v1 import draft_trainer_pb2_grpc as pb_grpc
 

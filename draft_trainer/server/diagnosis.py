@@ -13,8 +13,8 @@ from collections.abc import Mapping
 from functools import partial
 
 from draft_trainer.config import ENOUGH_PROMPTS, HELD_OUT_MOST, TrainerConfig
-from draft_trainer.releases.client import drafts_wanted
 from draft_trainer.releases.gate import MIN_CLUSTERS
+from draft_trainer.releases.rollout_client import drafts_wanted
 from slipstream.errors import clean
 from slipstream.v1 import release_pb2
 from slipstream.v1.console_pb2 import Diagnosis
@@ -288,9 +288,9 @@ def _trial(status: TrainerStatus, config: TrainerConfig) -> Found:
         next_step = (
             f"send requests: {config.canary.min_drafts} verification steps of each draft are "
             "needed (canary.min_drafts); a release that stays undecided is never rolled back to. "
-            "The draft before it is measured while it is served: draft-trainer releases rollback"
+            "To go back to the last good one now: draft-trainer releases rollback"
         )
-        return PROBLEM, f"{found}, without a verdict: {trial.undecided}", next_step
+        return WAITING, f"{found}, without a verdict: {trial.undecided}", next_step
     return WAITING, found, "keep sending requests: live acceptance decides"
 
 

@@ -10,7 +10,7 @@ from draft_trainer.counters import PREFIX, Counters
 from draft_trainer.server.diagnosis import PARTS, PROBLEM
 from slipstream.errors import Refusals
 from slipstream.metrics import Fact, FactCollector, Value
-from slipstream.security import REASONS
+from slipstream.serving.identity import REASONS
 from slipstream.v1.draft_trainer_pb2 import TrainerStatus
 
 TRANSPORTS = ("grpc", "shared_memory")
@@ -98,14 +98,15 @@ FACTS: tuple[Fact[TrainerStatus], ...] = (
     ),
     _is(
         "generation_seconds_per_version",
-        "Seconds that the slowest server's engine took steps in one policy version. " + _NO_FIGURE,
+        "Seconds that the slowest server's engine spent on steps in one policy version. "
+        + _NO_FIGURE,
     ),
     _is("horizon_versions", f"`economy.horizon_versions`. {_NO_POLICY}"),
     _is(
         "training_seconds_per_version",
         "Seconds of optimizer steps in one policy version in which there were any. " + _NO_FIGURE,
     ),
-    _is("training_share", f"Of a second of training, what the loop loses. {_NO_FIGURE}"),
+    _is("training_share", f"Part of a second of training that the loop loses. {_NO_FIGURE}"),
     _is(
         "idle",
         "1 while no step is made: there is nothing to train on, or training is paused "
@@ -194,7 +195,7 @@ FACTS: tuple[Fact[TrainerStatus], ...] = (
 
 
 def facts(refusals: Refusals) -> tuple[Fact[TrainerStatus], ...]:
-    """What is read from the status, and the calls that were refused."""
+    """Return the metrics that are read from the status, and those of refused calls."""
     return (
         Fact(
             "calls_refused",
@@ -217,7 +218,7 @@ def facts(refusals: Refusals) -> tuple[Fact[TrainerStatus], ...]:
 def trainer_registry(
     counters: Counters, status: Callable[[], TrainerStatus], refusals: Refusals
 ) -> CollectorRegistry:
-    """Everything that a trainer measures."""
+    """Return the registry of everything that a trainer measures."""
     disable_created_metrics()
     registry = counters.registry
     registry.register(FactCollector(PREFIX, facts(refusals), status))

@@ -29,8 +29,8 @@ from draft_trainer.server.status import Status
 from draft_trainer.server.stream import StateStream
 from slipstream.client import MAX_MESSAGE_BYTES
 from slipstream.errors import RefusedError, StatusCode, clean
-from slipstream.guard import CHUNK_MESSAGE_BYTES, Limit
-from slipstream.serving import Workers, blocking, header_of, wrong_kind
+from slipstream.serving.limits import CHUNK_MESSAGE_BYTES, Limit
+from slipstream.serving.server import Workers, blocking, header_of, wrong_kind
 from slipstream.tensors import SCHEMA_VERSION, Framed, check_schema, chunks_of, unframe
 from slipstream.v1 import console_pb2, draft_trainer_pb2, tensor_pb2
 from slipstream.v1 import draft_trainer_pb2 as pb

@@ -18,10 +18,10 @@ from draft_trainer.counters import Counters, by_label, total
 from draft_trainer.ingest.ingest import Ingest
 from draft_trainer.ingest.run import Run, Runs, Session
 from draft_trainer.ingest.store import SampleStore
-from draft_trainer.releases.client import Failure, drafts_wanted
 from draft_trainer.releases.confidence import Batch
 from draft_trainer.releases.pointer import Pointer, PointerStore
 from draft_trainer.releases.registry import Registry
+from draft_trainer.releases.rollout_client import Failure, drafts_wanted
 from draft_trainer.releases.watch import AcceptanceWatch, Seen
 from draft_trainer.server.diagnosis import OK, PROBLEM, WAITING, ProblemLog, diagnose
 from draft_trainer.state import Events, State
@@ -38,18 +38,18 @@ logger = logging.getLogger(__name__)
 WINDOW_SECONDS = 60.0
 SNAPSHOT_SECONDS = 10.0
 LATELY_SNAPSHOTS = 90
-"""Of a quarter of an hour, by which shares of samples and steps are judged: in the totals of weeks
-what goes wrong is lost, and what is over stays."""
+"""Snapshots of a quarter of an hour, in which shares of samples and steps are judged: totals over
+weeks would hide what goes wrong now, and keep what is over."""
 VERSIONS_KEPT = 4096
 NOT_IN_HISTORY = ("servers", "last_verdict", "replay_directory", "code_version", "diagnosis")
 """Fields that a snapshot leaves out: they are large, or they hardly change."""
 
-# Of one snapshot; the next one may succeed, so none of them ends the history.
+# Errors of one snapshot; the next one may succeed, so none of them ends the history.
 _UNEXPECTED = (OSError, ValueError, TypeError, LookupError, RuntimeError, MemoryError)
 
 
 def last_minute(recent: Iterable[tuple[str, Seen]]) -> dict[str, list[console.Drafted]]:
-    """By server, then by release; "" is all servers together. Without drafts: absent."""
+    """Sum up drafts by server, then by release; "" is all servers. Without drafts: absent."""
     found: dict[tuple[str, int], list[Batch]] = {}
     for address, seen in recent:
         found.setdefault((address, seen.version), []).append(seen.batch)
@@ -74,7 +74,7 @@ def _drafted(version: int, batches: Iterable[Batch]) -> console.Drafted:
 
 
 class PolicyClock:
-    """When the newest ``VERSIONS_KEPT`` policy versions of a run were registered. Thread-safe."""
+    """Knows when a run's newest ``VERSIONS_KEPT`` policy versions were registered. Thread-safe."""
 
     def __init__(self, run_id: str = "", known: int | None = None) -> None:
         self._lock = threading.Lock()
@@ -86,14 +86,14 @@ class PolicyClock:
             self._seen.append((known, time.time()))
 
     def began(self, run_id: str) -> None:
-        """A run is fed. Versions of another one are not comparable with its own."""
+        """Note the run that is fed. Versions of another one are not comparable with its own."""
         with self._lock:
             if run_id != self._run_id:
                 self._run_id, self.newest_at = run_id, None
                 self._seen.clear()
 
     def registered(self, version: int) -> bool:
-        """A version was registered; whether it is a new one."""
+        """Note a version that was registered; return whether it is a new one."""
         with self._lock:
             if self._seen and version <= self._seen[-1][0]:
                 return False
@@ -102,7 +102,7 @@ class PolicyClock:
             return True
 
     def behind_seconds(self, version: int) -> float:
-        """Seconds since the first version after ``version`` was registered; 0 if none was."""
+        """Return the seconds since a version after this one was first registered; 0 if none was."""
         now = time.time()
         with self._lock:
             later = (at for seen, at in self._seen if seen > version)
@@ -118,7 +118,7 @@ class FleetView:
         self._servers: dict[str, console.ServerView] = {}
 
     def looked(self, states: Mapping[str, rollout.ServerState | Failure]) -> None:
-        """All servers of the fleet were asked; what each answered."""
+        """Take the answers of all servers of the fleet."""
         with self._lock:
             for address in set(self._servers) - set(states):
                 del self._servers[address]
@@ -130,7 +130,7 @@ class FleetView:
                 self._saw(self._servers[address], state)
 
     def servers(self) -> list[console.ServerView]:
-        """Every server, by address; without its acceptance."""
+        """Return every server, by address, without its acceptance."""
         with self._lock:
             return [deepcopy(self._servers[address]) for address in sorted(self._servers)]
 
@@ -190,11 +190,11 @@ class Status:
 
     @property
     def events(self) -> Events:
-        """What happened."""
+        """The events so far."""
         return self.state.events
 
     def run_opened(self, session: Session) -> None:
-        """A client feeds a run. One that connects again and again is noted once."""
+        """Note that a client feeds a run. One that connects again and again is noted once."""
         self.policy_clock.began(session.run.run_id)
         client = (session.run.run_id, session.client)
         if client != self._client:
@@ -206,7 +206,7 @@ class Status:
             )
 
     def policy_announced(self, run: Run) -> None:
-        """A policy version was registered."""
+        """Note that a policy version was registered."""
         latest = run.latest_policy_version
         if latest is None or run is not self.runs.current:
             return
@@ -222,7 +222,7 @@ class Status:
             self.problems.note(list(status.diagnosis))
             for name in NOT_IN_HISTORY:
                 status.ClearField(name)  # type: ignore[arg-type]
-            # While no sample arrives, as in a long step of the loop, they stay those of the last.
+            # While no sample arrives, as in a long step of the loop, the window stays as it is.
             if len(self._recent) <= LATELY_SNAPSHOTS or _sent(status) > _sent(self._recent[1]):
                 self._recent.append(status)
             self._minute.append(status)
@@ -234,14 +234,14 @@ class Status:
             logger.exception("a snapshot of the status was not kept")
 
     def history(self) -> pb.History:
-        """The snapshots and the gate results that are kept."""
+        """Return the snapshots and the gate results that are kept."""
         return pb.History(
             snapshots=self.state.history.snapshots(),
             verdicts=self.state.gate_results.newest(0),
         )
 
     def read(self) -> pb.TrainerStatus:
-        """The status now."""
+        """Return the status now."""
         counters, held = self.counters, self.store.counts()
         samples, evicted = by_label(counters.samples), by_label(counters.samples_evicted)
         pointer, newest = self.pointer.now, counters.newest_release
@@ -339,8 +339,8 @@ class Status:
         return servers
 
     def _trained_against(self, version: int, run_id: str) -> int | None:
-        """Newest policy version of the run that a release was trained on: None for none, or where
-        its manifest cannot be read."""
+        """Return the newest policy version of the run that a release was trained on: None for none,
+        or if its manifest cannot be read."""
         try:
             return self.registry.trained_against(version, run_id)
         except RefusedError:
@@ -352,7 +352,7 @@ def _sent(status: pb.TrainerStatus) -> int:
 
 
 def standing(server: console.ServerView) -> tuple[str, console.Diagnosis.Severity]:
-    """How a server stands, in words, and whether somebody has to put that right."""
+    """Return a server's state in words, and whether somebody has to put it right."""
     if not server.reachable:
         return "unreachable", PROBLEM
     if server.state.not_ready:
@@ -365,7 +365,7 @@ def standing(server: console.ServerView) -> tuple[str, console.Diagnosis.Severit
 
 
 def _speed_up(servers: Iterable[console.ServerView]) -> float | None:
-    """The mean over the servers that drafted in the last minute and know it."""
+    """Return the mean over the servers that drafted in the last minute and know it."""
     known = [
         (server.last_minute.drafts, server.state.speed_up)
         for server in servers
@@ -376,7 +376,7 @@ def _speed_up(servers: Iterable[console.ServerView]) -> float | None:
 
 
 def _add_rates(status: pb.TrainerStatus, minute: Sequence[pb.TrainerStatus]) -> None:
-    """Put what grew in a second since the oldest of the last minute's snapshots into a status."""
+    """Add the rates since the oldest of the last minute's snapshots to a status."""
     seconds = status.time - minute[0].time if minute else 0.0
     if seconds > 0:
         accepted = status.samples_accepted - minute[0].samples_accepted
@@ -386,7 +386,7 @@ def _add_rates(status: pb.TrainerStatus, minute: Sequence[pb.TrainerStatus]) -> 
 
 
 def _behind(policy: int | None, trained_against: int | None) -> int | None:
-    """Policy versions between."""
+    """Return the policy versions since the one trained against."""
     return None if policy is None else max(0, policy - (trained_against or 0))
 
 

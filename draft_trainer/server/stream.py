@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from draft_trainer.ingest.ingest import Ingest, Memories
 from draft_trainer.ingest.run import Run
 from slipstream.errors import RefusedError, StatusCode
-from slipstream.serving import Workers
+from slipstream.serving.server import Workers
 from slipstream.shm import SharedFile
 from slipstream.tensors import Framed
 from slipstream.v1 import draft_trainer_pb2 as pb

@@ -1,6 +1,6 @@
 """The trainer's HTTP port: ``/metrics``, the page, and the page's data as JSON.
 
-GET and HEAD alone. No part of a request is put into an answer but a host name that is refused.
+GET and HEAD alone. An answer holds no part of its request but a host name that is refused.
 Everything that a client can hold is bounded: connections, their time, the size of a request.
 """
 
@@ -35,20 +35,21 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from draft_trainer.server.status import Status
 from slipstream.errors import RefusedError, StatusCode
-from slipstream.security import Access, Role
+from slipstream.serving.identity import Access, Role
 from slipstream.v1 import console_pb2
 
 logger = logging.getLogger(__name__)
 
 MAX_CONNECTIONS = 32
-"""At a time; further ones are closed at once."""
+"""Most connections at a time; further ones are closed at once."""
 
 CONNECTION_SECONDS = 20.0
-"""From the handshake to the last byte. A client that sends or reads a byte at a time is cut off."""
+"""Longest life of a connection, from the handshake to the last byte: a client that sends or reads
+a byte at a time is cut off."""
 
 HANDSHAKE_SECONDS = 5.0
 FACTS_SECONDS = 1.0
-"""Facts are put together at most once in this time, for any number of viewers."""
+"""Least time between two collections of the facts, for any number of viewers."""
 
 ASSETS = Path(__file__).with_name("assets")
 EVENTS_SHOWN = 200
@@ -65,10 +66,10 @@ _PRIVATE = (".localhost", ".local", ".internal", ".svc")
 def serve_web(
     status: Status, metrics: CollectorRegistry, access: Access, host: str, port: int
 ) -> WebServer:
-    """``/metrics``, the page, and ``/api/status``, ``/api/history``, ``/api/events``.
+    """Serve ``/metrics``, the page, ``/api/status``, ``/api/history`` and ``/api/events``.
 
     Raises:
-        RefusedError: the port cannot be had.
+        RefusedError: the port cannot be bound.
     """
     ProcessCollector(registry=metrics)
 
@@ -90,10 +91,10 @@ def serve_web(
 
 
 class Guarded:
-    """ASGI middleware: the host's name, the role observe, GET and HEAD, security headers.
+    """ASGI middleware: checks the host's name, the role and the method; adds security headers.
 
-    The role comes by ``Authorization: Bearer TOKEN``, as Prometheus sends it; by HTTP's Basic with
-    the token as password, for which browsers ask; or by a client certificate.
+    The role, observe, comes by ``Authorization: Bearer TOKEN``, as Prometheus sends it; by HTTP's
+    Basic with the token as password, for which browsers ask; or by a client certificate.
     """
 
     def __init__(self, app: ASGIApp, access: Access) -> None:
@@ -108,7 +109,7 @@ class Guarded:
         ]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """ASGI."""
+        """Answer a request, as ASGI calls it."""
 
         async def with_headers(message: Any) -> None:
             if message["type"] == "http.response.start":
@@ -121,13 +122,13 @@ class Guarded:
     def _refusal(self, request: Request) -> Response | None:
         host = request.headers.get("host", "")
         if self._access.anonymous and not is_private(host):
-            # A page of another site whose name resolves to this address may not read the facts.
+            # DNS rebinding: a site whose name resolves to this address must not read the facts.
             shown = host if re.fullmatch(r"[\w.:\[\]-]{1,255}", host, re.ASCII) else "another name"
             error = RefusedError(
                 "Host",
                 shown,
                 "localhost, an address or a name of this network",
-                "ask by one of these, or give the trainer tokens (access.observe_tokens)",
+                "use one of these, or give the trainer tokens (access.observe_tokens)",
             )
             return PlainTextResponse(f"{error}\n", 421)
         shown_token = _as_bearer(request.headers.get("authorization"))
@@ -147,7 +148,7 @@ class Guarded:
 
 
 def is_private(host: str) -> bool:
-    """Whether a Host header names an address, this machine, or a name that public DNS cannot have.
+    """Return whether a Host header names an address, this machine, or what public DNS cannot have.
 
     Args:
         host: with or without a port; empty where there is none.
@@ -165,7 +166,7 @@ class WebServer:
     """Owns the port and the thread that serves it.
 
     Raises:
-        RefusedError: the port cannot be had.
+        RefusedError: the port cannot be bound.
     """
 
     def __init__(self, app: ASGIApp, access: Access, host: str, port: int) -> None:
@@ -225,7 +226,7 @@ class _Listener(socket.socket):
         self._open: list[socket.socket] = []
 
     def accept(self) -> tuple[socket.socket, Any]:
-        """As asyncio calls it."""
+        """Accept a connection for asyncio. Raises ConnectionAbortedError: there are too many."""
         connection, address = super().accept()
         self._open = [each for each in self._open if each.fileno() >= 0]
         if len(self._open) >= MAX_CONNECTIONS:
@@ -237,7 +238,7 @@ class _Listener(socket.socket):
 
 class _Loop(asyncio.SelectorEventLoop):
     async def create_server(self, *args: Any, **options: Any) -> asyncio.Server:
-        """With a bound on a TLS handshake, which uvicorn has no option for."""
+        """Bound the time of TLS handshakes, which uvicorn has no option for."""
         if options.get("ssl"):
             options["ssl_handshake_timeout"] = HANDSHAKE_SECONDS
         return await super().create_server(*args, **options)
@@ -245,7 +246,7 @@ class _Loop(asyncio.SelectorEventLoop):
 
 class _Protocol(H11Protocol):
     def connection_made(self, transport: Any) -> None:
-        """Bounds the connection's time, and notes the names in the client's certificate."""
+        """Bound the connection's time, and note the names in the client's certificate."""
         super().connection_made(transport)
         names = _names_of(transport.get_extra_info("peercert") or {})
         app = self.app
@@ -257,19 +258,19 @@ class _Protocol(H11Protocol):
         self._deadline = self.loop.call_later(CONNECTION_SECONDS, transport.abort)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """The connection ended."""
+        """Cancel the bound of a connection that ended."""
         self._deadline.cancel()
         super().connection_lost(exc)
 
 
 def _tls(access: Access) -> ssl.SSLContext:
-    """A context that reads the certificate for every connection and counts failed handshakes."""
+    """Return a context that reads the certificate anew for each connection and counts failures."""
     tls = access.tls
     assert tls is not None
 
     class Counted(ssl.SSLObject):
         def do_handshake(self) -> None:
-            """One round trip of the handshake."""
+            """Do one round trip of the handshake; count its failure."""
             try:
                 super().do_handshake()
             except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
@@ -321,7 +322,7 @@ def _as_bearer(authorization: str | None) -> str | None:
 
 
 def _names_of(certificate: Any) -> Collection[str]:
-    """As ``slipstream.security`` reads them of a gRPC client's certificate."""
+    """Return a certificate's names, as ``serving.identity`` reads them of a gRPC client's."""
     others = frozenset(value for _, value in certificate.get("subjectAltName", ()))
     common = (pair for entry in certificate.get("subject", ()) for pair in entry)
     return others or frozenset(value for key, value in common if key == "commonName")

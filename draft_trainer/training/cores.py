@@ -10,8 +10,8 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class CoreSeconds:
-    """The seconds that a process's threads ran on a core since their start, and that they were
-    ready to and another thread had it; sums over the threads."""
+    """The seconds since their start that a process's threads ran on a core, and that they waited
+    for one that another thread had; sums over the threads."""
 
     ran: float
     waited: float
@@ -20,20 +20,20 @@ class CoreSeconds:
         """Estimate how long others waited because of this process.
 
         The kernel shares a contended core evenly: two that want it wait for each other as long as
-        they run. Who waits for several takes no more than it runs.
+        they run. A thread that waits for several takes no more than it runs.
         """
         return max(0.0, min(self.ran - before.ran, self.waited - before.waited))
 
 
 def core_seconds(pid: int | None = None, nice: int | None = None) -> CoreSeconds | None:
-    """Read what the kernel counts; None where it does not.
+    """Read the kernel's counts of a process; None where it has none.
 
     Source: Linux, Documentation/scheduler/sched-stats.rst.
 
     Args:
         pid: of the process; None: this one.
-        nice: only of threads with this one: those that train, and no others of a process that
-            does more; None: of all.
+        nice: counts only threads with this nice value, which are those that train in a process
+            that does more; None: counts all.
     """
     if sys.platform != "linux":
         return None
@@ -51,6 +51,6 @@ def core_seconds(pid: int | None = None, nice: int | None = None) -> CoreSeconds
 
 
 def training_nice(configured: int) -> int:
-    """The nice value of threads that train, if this one starts them: only root may lower what they
-    inherit."""
+    """Return the nice value of training threads that this thread starts: they inherit its own,
+    which only root may lower."""
     return max(configured, os.getpriority(os.PRIO_PROCESS, 0))

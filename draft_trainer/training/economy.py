@@ -9,19 +9,20 @@ Training for one policy version pays while what it saves exceeds what it costs:
   generation. A release whose acceptance length is greater by g than the L before it shortens
   generation by g / (L + g), by the gate's estimates; a candidate that is not released, by nothing.
 - ``generation_seconds_per_version``: those of the slowest server, for which a version waits.
-- ``horizon_versions``: how long a better draft is served (``economy.horizon_versions``).
+- ``horizon_versions``: the versions that a better draft is served (``economy.horizon_versions``).
 - ``training_seconds_per_version``: in optimizer steps, over the versions in which there were any.
-- ``training_share``: of a second of training, what the loop loses: ``economy.training_share``, or
-  what training took from others on shared cores, or 1 where neither is known, as on a GPU.
+- ``training_share``: the part of a second of training that the loop loses:
+  ``economy.training_share``, or what training took from others on shared cores, or 1 where neither
+  is known, as on a GPU.
 
 The measured figures are means in which the newest version has weight ``SMOOTHING``. So that noise
 does not switch it, training begins where it saves a share ``HYSTERESIS`` more than it costs, and
 ends where it saves that much less.
 
-While training is paused nobody knows what it would gain. So after ``PROBE_VERSIONS`` versions it is
-tried again, until the gate has judged a candidate: that is a probe. Every run begins with one, for
-nothing of one run's policy and prompts counts in another. A figure that is not known, as where no
-server reports, counts as paying.
+While training is paused, its gain is not known. So after ``PROBE_VERSIONS`` versions it is tried
+again until the gate has judged a candidate: that is a probe. Every run begins with one, because
+one run's figures say nothing of another's policy and prompts. While a figure is not known, as where
+no server reports, training counts as paying.
 
 Whether servers draft at present is not asked: an untrained draft that pays nowhere yet has to be
 trained. Where no draft can pay, as under a load at which steps without drafts are as fast, training
@@ -78,7 +79,7 @@ class Figures:
 
 @dataclass(frozen=True)
 class Decision:
-    """The decision for one policy version, why in words, and the figures that it was made by."""
+    """The decision for one policy version, its reason in words, and the figures behind it."""
 
     policy_version: int
     train: bool
@@ -92,7 +93,7 @@ class Economy:
 
     Args:
         config: the [economy] section.
-        cores: what this process has had of the cores so far; None where unknown.
+        cores: returns what this process has had of the cores so far; None where unknown.
     """
 
     def __init__(
@@ -112,11 +113,11 @@ class Economy:
             return
         self._run_id = run_id
         self.last: Decision | None = None
-        # Of this version so far.
+        # Sums over the current version.
         self._cores_before = self._cores()
         self._trained = self._shortened = 0.0
         self._judged = False
-        # Over versions.
+        # Means over versions.
         config = self.config
         self.figures = Figures(None, None, config.horizon_versions, None, config.training_share)
         self._unjudged = 0
@@ -124,13 +125,13 @@ class Economy:
 
     @property
     def paused(self) -> bool:
-        """Whether nothing is trained now."""
+        """Return whether training is paused."""
         return self.config.mode == "never" if self.last is None else not self.last.train
 
     @property
     def wants_states(self) -> bool:
-        """Whether the states that the next policy version's step captures may be trained on: that
-        is in the version after it."""
+        """Return whether the states that the next policy version's step captures may be trained on,
+        which is in the version after it."""
         last = self.last
         return not self.paused or (last is not None and last.policy_version + 2 >= self._probe_at)
 
@@ -154,10 +155,10 @@ class Economy:
         """Take the gate's verdict on a candidate.
 
         Args:
-            figures: of the candidate.
+            figures: the candidate's.
             released: whether it was promoted.
-            pinned: whether none can be. Else one that passed and was not promoted, as on a full
-                disk, does not say that training gains nothing.
+            pinned: whether no candidate can be promoted. If not pinned, one that passed and was not
+                promoted, as on a full disk, is no evidence that training gains nothing.
         """
         if released:
             gain = figures.difference
@@ -183,7 +184,7 @@ class Economy:
         if first:
             return
         gain, generation, _, training, share = vars(self.figures).values()
-        # The first version's reports may come after it.
+        # The first version's reports may arrive after its end.
         if slowest or (slowest is not None and generation is not None):
             generation = _smoothed(generation, slowest)
         if trained:
@@ -195,14 +196,14 @@ class Economy:
                     took = cores.taken_since(before)
                 share = _smoothed(share, took / trained)
         if self._judged or (gain is not None and self._unjudged >= PROBE_VERSIONS):
-            # A candidate may be of several versions, and the last one is judged in a pause.
+            # A candidate may span several versions, and the last one is judged in a pause.
             gain = _smoothed(gain, self._shortened / max(self._unjudged, 1))
             self._shortened, self._judged, self._unjudged = 0.0, False, 0
             self._probing = False
         self.figures = Figures(gain, generation, self.config.horizon_versions, training, share)
 
     def _decide(self, version: int, began: bool) -> Decision:
-        """Apply the rule; ``began``: training has, and goes on unless it stops to pay."""
+        """Apply the rule; ``began``: training is under way, and goes on while it pays."""
         figures, mode = self.figures, self.config.mode
         if mode != "when-it-pays":
             return Decision(version, mode == "always", f"economy.mode is {mode}", figures)

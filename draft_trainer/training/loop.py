@@ -29,7 +29,7 @@ from draft_trainer.releases.registry import Registry
 from draft_trainer.training.cores import training_nice
 from draft_trainer.training.economy import Economy
 from draft_trainer.training.learner import Learner
-from draft_trainer.training.state import LearnerStates, Position
+from draft_trainer.training.training_state import LearnerStates, Position
 from slipstream.errors import RefusedError
 from slipstream.v1 import release_pb2
 

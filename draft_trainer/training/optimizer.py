@@ -45,11 +45,11 @@ class Schedule:
             )
 
     def rate(self, step: int, since_restart: int) -> float:
-        """The rate of the next optimizer step.
+        """Return the rate of the next optimizer step.
 
         Args:
             step: steps applied so far.
-            since_restart: those of them since the moments were last reset.
+            since_restart: steps applied since the moments were last reset.
         """
         warmth = min((since_restart + 1) / (self.warmup_steps + 1), 1.0)
         if not self.decay_steps:
@@ -64,7 +64,7 @@ class DraftOptimizer:
     """Updates a draft's float32 weights. All of its state is in named tensors, from the start.
 
     Args:
-        draft: whose weights it moves; float32.
+        draft: the draft that it updates; float32.
         config: [training].
     """
 
@@ -75,7 +75,7 @@ class DraftOptimizer:
         self.restart()
 
     def restart(self) -> None:
-        """Fresh moments; weights and average stay."""
+        """Reset the moments; weights and average stay."""
         config = self._config
         parameters = self._parameters.values()
         self._adam = torch.optim.AdamW(
@@ -91,7 +91,7 @@ class DraftOptimizer:
             fused=True,
         )
         for p in parameters:
-            # As AdamW itself would at its first step: so that every state has the same names.
+            # What AdamW itself makes at its first step: so every saved state has the same names.
             self._adam.state[p] = {
                 "step": torch.zeros((), dtype=torch.float32, device=p.device),
                 "exp_avg": torch.zeros_like(p, memory_format=torch.preserve_format),
@@ -114,7 +114,7 @@ class DraftOptimizer:
         return named | {f"average.{name}": tensor for name, tensor in self._average.items()}
 
     def gradient_norm(self) -> float:
-        """The global Euclidean norm; a parameter that backward did not reach gets zeros."""
+        """Return the global Euclidean norm; a parameter that backward did not reach gets zeros."""
         gradients = []
         for p in self._parameters.values():
             if p.grad is None:
@@ -124,7 +124,7 @@ class DraftOptimizer:
 
     @torch.no_grad()
     def step(self, rate: float, norm: float) -> None:
-        """Clip, move the weights, and take them into the average.
+        """Clip the gradients, update the weights, and then their average.
 
         Args:
             rate: learning rate.
@@ -140,7 +140,7 @@ class DraftOptimizer:
             average.lerp_(self._parameters[name], 1.0 - self._config.weight_averaging)
 
     def clear_gradients(self) -> None:
-        """Free them."""
+        """Free the gradients."""
         for p in self._parameters.values():
             p.grad = None
 

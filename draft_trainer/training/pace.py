@@ -2,9 +2,9 @@
 
 A head far from its best gains with every update, whatever its noise: the number of updates decides
 how much a token teaches. Near its best the same steps add noise alone, and a candidate is worse
-than the draft that it began as. Which of the two it is, is measured: by the first step before any
-candidate was, then by the candidates. What the gate's intervals do not tell from chance changes
-nothing: a rate that is halved by chance, again and again, leaves a draft behind its policy.
+than the draft that it began as. Which of the two holds is measured: by the first step until a
+candidate is gated, then by the candidates. A difference that may be chance by the gate's intervals
+changes nothing: a rate halved by chance again and again would leave the draft behind its policy.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from draft_trainer.config import TrainingConfig
 
 BATCH_TOKENS = (256, 4096)
 LEAST_STEPS = 64
-"""Least and most tokens of a step, and how many steps what a policy version brings should make,
-at the configured learning rate."""
+"""Least and most tokens of a step, and the steps that the tokens of one policy version should make
+at least, at the configured learning rate."""
 
 NEW_LENGTH = 1.5
 """Acceptance length of the first step below which a draft is far from its best; 1 at random."""
@@ -36,7 +36,7 @@ class Pace:
     """Step size, update size and candidates of a learner.
 
     Attributes:
-        halvings: of the learning rate, 0 to ``SLOWEST``; or ``FAR``, of a step's tokens.
+        halvings: of the learning rate, 0 to ``SLOWEST``; if negative, of a step's tokens (``FAR``).
         measured: whether a step was measured since ``restart``.
     """
 
@@ -45,7 +45,7 @@ class Pace:
 
     @property
     def shares(self) -> tuple[float, ...]:
-        """Of the line from the served weights, the candidates that are worth measuring."""
+        """The candidates worth measuring, as shares of the way from served to new weights."""
         return _SHARES if self.halvings > 0 else _SHARES[:1]
 
     @property
@@ -55,28 +55,28 @@ class Pace:
 
     @property
     def steps(self) -> int:
-        """Times as many steps, each of as much less."""
+        """Factor of the number of steps, and divisor of the tokens of each."""
         return 2 ** max(-self.halvings, 0)
 
     def restart(self) -> None:
-        """For another policy: carefully, until it is measured how the draft does on it."""
+        """Start carefully on another policy, until a step measures how the draft does on it."""
         self.halvings, self.measured = 1, False
 
     def begin(self, step_acceptance: Sequence[float]) -> None:
-        """Of the first step, before it moves the weights: acceptance rate by draft position, NaN
-        where no completion is that long."""
+        """Take what the first step measured before it moved the weights: the acceptance rate by
+        draft position, NaN where no completion is that long."""
         known = [rate for rate in step_acceptance if not math.isnan(rate)]
         self.measured = True
         if 1.0 + sum(accumulate(known, mul)) < NEW_LENGTH:
             self.halvings = FAR
 
     def settle(self, share: float, gain: float, half_width: float) -> None:
-        """What the gate found.
+        """Take the gate's result on a candidate.
 
         Args:
-            share: of the candidate that was gated; below 1 it is surely better than the whole way.
+            share: the candidate's, of ``shares``; below 1, it is surely better than the whole way.
             gain: its acceptance length over that of the served draft.
-            half_width: of the interval of ``gain``.
+            half_width: half the width of the interval of ``gain``.
         """
         far = self.halvings < 0
         if share == 1.0 and gain > half_width:
@@ -85,11 +85,11 @@ class Pace:
             self.halvings = min(max(self.halvings, 0) + 1, SLOWEST)
 
     def batch_tokens(self, config: TrainingConfig, arrived: int) -> int:
-        """Tokens of a step.
+        """Return the tokens of a step.
 
         Args:
             config: [training].
-            arrived: what a policy version brings, as often as it is trained on.
+            arrived: tokens of a policy version, counted as often as they are trained on.
         """
         if config.batch_tokens is not None:
             return config.batch_tokens
@@ -97,5 +97,5 @@ class Pace:
         return min(max(arrived // LEAST_STEPS, least), most) // self.steps
 
     def steps_per_candidate(self, config: TrainingConfig) -> int:
-        """Steps between two gate decisions: as many tokens at every pace."""
+        """Return the steps between two gate decisions, which are as many tokens at every pace."""
         return config.steps_per_candidate * (self.steps if config.batch_tokens is None else 1)

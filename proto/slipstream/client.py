@@ -14,9 +14,9 @@ import grpc
 import torch
 
 from slipstream.errors import RefusedError, clean
-from slipstream.security import NONE, ClientCredentials
+from slipstream.serving.identity import NONE, ClientCredentials
+from slipstream.serving.tls import Followed
 from slipstream.tensors import chunks_of
-from slipstream.tls import Followed
 from slipstream.v1 import rollout_server_pb2 as pb
 from slipstream.v1 import rollout_server_pb2_grpc as pb_grpc
 

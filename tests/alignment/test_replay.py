@@ -16,8 +16,8 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from draft_trainer.drafters import Draft
-from draft_trainer.drafters.acceptance import Method, expected_acceptance
 from draft_trainer.drafters.eagle3.checkpoint import Eagle3
+from draft_trainer.drafters.expected_acceptance import Method, expected_acceptance
 from examples.arithmetic_grpo.rollouts import SpecCounters
 from examples.arithmetic_grpo.sampling import held_out_problems, prompt_ids
 from examples.arithmetic_grpo.task import MAX_COMPLETION_TOKENS

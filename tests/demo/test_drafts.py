@@ -12,7 +12,7 @@ from draft_trainer.config import DraftKind
 from draft_trainer.drafters import DRAFTERS
 from examples.arithmetic_grpo.demo import _parse
 from examples.arithmetic_grpo.make_mtp import policy_with_mtp
-from rollout_server.served import SERVED
+from rollout_server.vllm.served import SERVED
 
 
 @pytest.mark.parametrize("kind", get_args(DraftKind))

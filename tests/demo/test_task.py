@@ -18,7 +18,7 @@ from examples.arithmetic_grpo.sampling import (
 from examples.local_services import ARITHMETIC, ROOT
 from examples.sorting_grpo import task as sorting
 from examples.task import Style, Task, reward
-from rollout_server.served import SERVED
+from rollout_server.vllm.served import SERVED
 
 FOLDERS = {arithmetic: ARITHMETIC, sorting: ROOT / "examples" / "sorting_grpo"}
 PROBLEMS = 300

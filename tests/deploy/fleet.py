@@ -20,10 +20,10 @@ from draft_trainer.drafters.eagle3.checkpoint import Eagle3
 from draft_trainer.releases.registry import Registry
 from examples.arithmetic_grpo.processes import Service, free_port
 from examples.local_services import ONE_THREAD, script
-from rollout_server.ray_fleet import FleetPlan, RayFleet, Report
+from rollout_server.ray.fleet import FleetPlan, RayFleet, Report
 from slipstream.client import open_channel
 from slipstream.errors import RefusedError
-from slipstream.security import NONE, ClientCredentials
+from slipstream.serving.identity import NONE, ClientCredentials
 from slipstream.tensors import digest_of_specs
 from slipstream.v1 import release_pb2
 from slipstream.v1 import rollout_server_pb2 as pb
@@ -173,7 +173,7 @@ def pids(control_port: int) -> dict[str, int]:
         with suppress(OSError):  # it ended meanwhile
             words = (entry / "cmdline").read_bytes().decode().split("\0")
             if str(control_port) in words:
-                supervises = "rollout_server.owned_process" in words
+                supervises = "rollout_server.ray.owned_process" in words
                 found["supervisor" if supervises else "server"] = int(entry.name)
     return found
 

@@ -98,7 +98,7 @@ def test_dockerfile_entrypoints_ports_and_probes(dockerfile: Path) -> None:
         assert target in PROJECT["scripts"]
         assert {int(port) for port in steps["EXPOSE"].split()} == ports
         probe = json.loads(steps["HEALTHCHECK"].partition("CMD ")[2])
-        assert probe[1:3] == ["-m", "slipstream.serving"]
+        assert probe[1:3] == ["-m", "slipstream.serving.server"]
         assert port_of(probe[3]) in ports - {defaults.metrics_port, 8000}
 
 

@@ -10,7 +10,7 @@ import tomllib
 from collections.abc import Iterator
 
 from draft_trainer.config_file import parse_config
-from rollout_server.ray_fleet import build_parser
+from rollout_server.ray.fleet import build_parser
 from tests.deploy.manifests import (
     DEPLOY,
     OVERLAYS,

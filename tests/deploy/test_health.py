@@ -11,7 +11,7 @@ import pytest
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from examples.arithmetic_grpo.processes import free_port
-from slipstream.serving import main
+from slipstream.serving.server import main
 from tests.security.certificates import Authority
 
 STATUS = health_pb2.HealthCheckResponse

@@ -36,7 +36,7 @@ CUSTOM = {"ServiceMonitor"}
 OLDEST = "1.30"
 NEWEST = kubernetes_validate.latest_version()
 TRANSFERS = {"weight-transfer-policy", "weight-transfer-servers"}
-# rollout_server.service.READY_SERVICE, without an import of vLLM.
+# rollout_server.control.service.READY_SERVICE, without an import of vLLM.
 READY = f"{rollout_server_pb2.DESCRIPTOR.services_by_name['RolloutServer'].full_name}/ready"
 
 
@@ -136,7 +136,7 @@ def test_manifests_probes_ask_served_ports(manifests: list[Manifest]) -> None:
                 found, service = probe["grpc"]["port"], probe["grpc"].get("service", "")
             else:
                 words = probe["exec"]["command"]
-                assert words[1:3] == ["-m", "slipstream.serving"]
+                assert words[1:3] == ["-m", "slipstream.serving.server"]
                 (address,) = [w for w in words if w.startswith("localhost:")]
                 found, service = port_of(address), words[-1] if words[-1] != address else ""
                 # A Python has to start first, beside an engine that is busy.

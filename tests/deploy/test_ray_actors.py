@@ -9,8 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from rollout_server.ray_fleet import FleetPlan, Replica
-from slipstream.security import ClientCredentials
+from rollout_server.ray.fleet import FleetPlan, Replica
+from slipstream.serving.identity import ClientCredentials
 from tests.deploy.fleet import free_ports, pids, wait_for
 
 ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'slipstream-rl[ray]'")

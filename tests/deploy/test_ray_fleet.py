@@ -15,7 +15,7 @@ from draft_trainer.cli.main import main as draft_trainer
 from draft_trainer.releases.registry import Registry
 from examples.arithmetic_grpo.processes import Services
 from rollout_server.cli import main as rollout_server
-from rollout_server.ray_fleet import FleetPlan, RayFleet, Report, write_members
+from rollout_server.ray.fleet import FleetPlan, RayFleet, Report, write_members
 from tests.deploy.fleet import (
     cluster,  # noqa: F401
     kept,

@@ -15,7 +15,7 @@ import yaml
 from draft_trainer.config_file import parse_config
 from policy_bridge.config import BridgeConfig
 from policy_bridge.outbox import file_bytes
-from rollout_server.ray_fleet import build_parser
+from rollout_server.ray.fleet import build_parser
 from tests.deploy.manifests import DEPLOY, check_tolerations, containers, gpus, size
 
 kubernetes_validate = pytest.importorskip(
@@ -75,7 +75,7 @@ def test_ray_fleet_fits_cluster_and_trainer_config(
     assert (program, command, option) == ("draft-trainer", "serve", "--config")
     address = f"{TRAINER.server.host}:{TRAINER.server.port}"
     for probe in ("startupProbe", "livenessProbe"):
-        assert trainer[probe]["exec"]["command"][-2:] == ["slipstream.serving", address]
+        assert trainer[probe]["exec"]["command"][-2:] == ["slipstream.serving.server", address]
     mounted = [{m["mountPath"] for m in one["volumeMounts"]} for one in (trainer, head, worker)]
     assert all(TRAINER.server.shared_memory in paths for paths in mounted)
     assert str(Path(file).parent) in mounted[0]

@@ -12,8 +12,8 @@ import pytest
 import yaml
 
 from rollout_server import cli
-from rollout_server.launch import access_of, build_parser
-from rollout_server.ray_fleet import build_parser as fleet_parser
+from rollout_server.ray.fleet import build_parser as fleet_parser
+from rollout_server.vllm.launch import access_of, build_parser
 from tests.deploy.manifests import DEPLOY, OVERLAYS, container, overlay
 
 

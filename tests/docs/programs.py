@@ -35,7 +35,7 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import (
     ProtoReflectionDescriptorDatabase,
 )
 
-from rollout_server import vllm_versions
+from rollout_server.vllm import versions as vllm_versions
 from slipstream.errors import RefusedError
 
 ASKING = ("status", "doctor", "events", "releases")
@@ -100,7 +100,8 @@ def draft_trainer(arguments: list[str]) -> int:
 
 def rollout_server(arguments: list[str]) -> int:
     """Every check up to the start of vLLM, with vLLM's own parser; ports may be taken."""
-    from rollout_server import launch, ray_fleet
+    from rollout_server.ray import fleet as ray_fleet
+    from rollout_server.vllm import launch
 
     command, *given = arguments
     if command == "fleet":
@@ -198,7 +199,7 @@ def write_clients(folder: Path, path: str) -> None:
 
 def main(number: int) -> None:
     """Serve clients at the listening socket of that descriptor, one at a time, until SIGTERM."""
-    for module in ("transformers", "draft_trainer.server.app", "rollout_server.launch"):
+    for module in ("transformers", "draft_trainer.server.app", "rollout_server.vllm.launch"):
         importlib.import_module(module)
     with socket.socket(fileno=number) as listener:
         while True:

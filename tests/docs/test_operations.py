@@ -14,7 +14,7 @@ from docs.make_site import page as site_page
 from draft_trainer.config import TrainerConfig
 from draft_trainer.offline.data import FitConfig
 from draft_trainer.state import KINDS
-from slipstream.security import METHODS
+from slipstream.serving.identity import METHODS
 
 ROOT = Path(__file__).resolve().parents[2]
 OPERATIONS = (ROOT / "docs" / "operations.md").read_text()
@@ -73,7 +73,7 @@ def test_event_kinds_documented() -> None:
 
 
 def test_rollout_server_options_documented() -> None:
-    text = (ROOT / "rollout_server" / "launch.py").read_text()
+    text = (ROOT / "rollout_server" / "vllm" / "launch.py").read_text()
     options = re.findall(r"add_argument\(\s*\"(--[\w-]+)\"", text)
     options += re.findall(r"\(\"(--control-[\w-]+)\", \"", text)
     assert len(options) >= 6

@@ -19,7 +19,7 @@ from draft_trainer.server.app import TrainerServer
 from slipstream.client import open_channel
 from slipstream.errors import RefusedError, refused_from
 from slipstream.sample import Sample
-from slipstream.security import Access, TokenFiles
+from slipstream.serving.identity import Access, TokenFiles
 from slipstream.tensors import SCHEMA_VERSION, checksum_of, chunks_of, spec_of
 from slipstream.v1 import draft_trainer_pb2 as pb
 from slipstream.v1 import draft_trainer_pb2_grpc as pb_grpc

@@ -13,11 +13,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from draft_trainer.drafters import Draft, batch
-from draft_trainer.drafters.acceptance import expected_acceptance
 from draft_trainer.drafters.batch import Batch
 from draft_trainer.drafters.dflash import DflashConfig, DflashHead
 from draft_trainer.drafters.draft_model import POLICY_WIDTH, DraftLm, LmConfig
 from draft_trainer.drafters.eagle3.head import Eagle3Head, HeadConfig
+from draft_trainer.drafters.expected_acceptance import expected_acceptance
 from draft_trainer.drafters.mtp import MtpConfig, MtpHead
 from draft_trainer.drafters.policy import PolicyHead, PolicyHeads
 from draft_trainer.training.learner import Learner

@@ -11,15 +11,15 @@ import torch
 from torch import Tensor
 
 from draft_trainer.config import TrainingConfig
-from draft_trainer.drafters.acceptance import (
+from draft_trainer.drafters.batch import Batch
+from draft_trainer.drafters.eagle3.head import Eagle3Head
+from draft_trainer.drafters.expected_acceptance import (
     Method,
     expected_acceptance,
     step_acceptance,
     truncated,
     visit_probabilities,
 )
-from draft_trainer.drafters.batch import Batch
-from draft_trainer.drafters.eagle3.head import Eagle3Head
 from draft_trainer.drafters.loss import valid_targets
 from draft_trainer.training.learner import Learner
 from slipstream.errors import RefusedError

@@ -124,7 +124,7 @@ def test_sigterm_while_training_exits_0(tmp_path: Path) -> None:
 def serve_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], int]]:
     """``draft-trainer serve`` in this process, which is told to stop as soon as it is ready."""
     config = write_config(tmp_path)
-    monkeypatch.setattr("slipstream.serving.stop_signals", lambda: lambda: True)
+    monkeypatch.setattr("slipstream.serving.server.stop_signals", lambda: lambda: True)
     monkeypatch.setattr("draft_trainer.cli.main.tune_memory", lambda: None)
     with using_kernels("off"):
         yield lambda: main(["serve", "--config", str(config)])

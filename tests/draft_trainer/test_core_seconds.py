@@ -12,8 +12,8 @@ import pytest
 
 from benchmarks.publish_faults.memory_server import MemoryServer
 from draft_trainer.config import PublishConfig
-from draft_trainer.releases.client import RolloutClient
 from draft_trainer.releases.fleet import Fleet
+from draft_trainer.releases.rollout_client import RolloutClient
 from draft_trainer.releases.watch import AcceptanceWatch
 from draft_trainer.training.cores import CoreSeconds, core_seconds
 from slipstream.v1.rollout_server_pb2 import ServerState

@@ -1,4 +1,4 @@
-"""When training pays: decisions by hand, version after version."""
+"""The rule by which training pays: decisions by hand, version after version."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class Loop:
         return self.economy.decide(self.version).train
 
     def until_paused(self, length: float, training: float) -> int:
-        """Versions of ten seconds whose candidates gain nothing, until training is paused."""
+        """Pass versions of ten seconds whose candidates gain nothing, until training is paused."""
         trained = 0
         while self.last.train:
             self.judge(length, length, released=False)
@@ -82,7 +82,7 @@ class Loop:
         return trained
 
     def until_probed(self) -> None:
-        """Versions of ten seconds in which nothing is trained, until it is tried again."""
+        """Pass versions of ten seconds in which nothing is trained, until it is tried again."""
         while not self.step(10.0):
             assert self.economy.paused
 
@@ -101,7 +101,7 @@ class Loop:
 
 
 def test_example_of_the_documentation() -> None:
-    """Its figures are the status's fields of these names."""
+    """The example's figures are the status's fields of these names."""
     page = (ROOT / "docs" / "economics.md").read_text()
     (table,) = re.findall(r"\| figure in the status \|.*?\n\n", page, re.DOTALL)
     figures = Figures(
@@ -144,7 +144,7 @@ def test_first_verdict_decides_by_gain() -> None:
 
 
 def test_weak_draft_trains_on_while_it_gains() -> None:
-    """On servers on which no draft ran yet: a draft that pays nowhere has to be trained."""
+    """A draft that pays nowhere has to be trained, as on servers on which none ran yet."""
     loop = Loop()
     length = 1.2
     for _ in range(5):
@@ -163,7 +163,7 @@ def test_a_first_version_without_reports_does_not_count() -> None:
     assert loop.last.reason.endswith(": generation_seconds_per_version")
     loop.step(10.0)
     assert loop.saves == pytest.approx(HORIZON * 10.0 * 0.3 / 3.0)
-    # Later, one without any does.
+    # A later version without reports counts.
     loop.step(0.0)
     assert loop.saves == pytest.approx(HORIZON * 5.0 * 0.3 / 3.0)
 
@@ -173,12 +173,12 @@ def test_saving_and_cost_by_hand() -> None:
     loop.judge(3.0, 2.0, released=True)
     loop.step(10.0, training=4.0)
     assert loop.costs == pytest.approx(2.0)
-    # From 2 to 3: of ten versions of ten seconds a third.
+    # From 2 to 3: a third of ten versions of ten seconds.
     assert loop.saves == pytest.approx(HORIZON * 10.0 / 3)
     # What the second version gained is not known yet, and generation moves half way.
     loop.step(20.0, training=4.0)
     assert loop.saves == pytest.approx(HORIZON * 15.0 / 3)
-    # A candidate of it and of the next one is judged in a pause: each has gained half.
+    # A candidate of two versions is judged in a pause: each of them has gained half.
     loop.step(15.0, training=4.0)
     loop.judge(4.0, 3.0, released=True)
     loop.step(15.0)
@@ -219,7 +219,7 @@ def test_where_nothing_can_be_measured_training_costs_its_seconds() -> None:
 
 @pytest.mark.parametrize("speed_up", [None, 2.0, 1.0, 0.8])
 def test_still_policy_stops_training_and_drift_starts_it(speed_up: float | None) -> None:
-    """As far as servers draft or not."""
+    """Whatever the servers' speed-up, the gain alone decides."""
     loop = Loop()
     loop.judge(3.0, 2.0, released=True)
     loop.step(10.0, training=20.0, speed_up=speed_up)
@@ -256,7 +256,7 @@ def test_no_gain_saves_nothing() -> None:
         loop.step(10.0, training=5.0)
         assert loop.saves == 0.0
         loop.judge(3.0, 3.0, released=False)
-    # Idle cores cost nothing, and still nothing is not more than that.
+    # Idle cores cost nothing, but a gain of nothing does not exceed that.
     idle = Loop(share=0.0)
     idle.judge(3.0, 3.0, released=True)
     assert not idle.step(10.0, training=5.0)
@@ -266,9 +266,9 @@ def test_loss_without_regain_stops_training_until_next_loss() -> None:
     loop = Loop()
     loop.judge(3.0, 2.5, released=True)
     assert loop.step(10.0, training=5.0)
-    # Not by the first version without a gain, which may be chance.
+    # The first version without a gain, which may be chance, does not stop it.
     assert loop.until_paused(2.5, training=5.0) > 1
-    # A version of which nothing was judged says nothing.
+    # A version without a verdict says nothing.
     before = loop.last.figures.gain_per_version
     loop.step(10.0)
     assert loop.last.figures.gain_per_version == before
@@ -310,21 +310,21 @@ def test_training_decision_is_made_once_a_version() -> None:
 
 
 def test_a_draft_that_holds_is_trained_once_in_a_while() -> None:
-    """And bridges send all that they have for it alone."""
+    """Bridges send all that they have only for its probes."""
     loop = Loop()
     loop.judge(3.0, 3.0, released=False)
     loop.step(10.0, training=10.0)
     trained, wanted = [], []
     while loop.version < 40:
         if loop.economy.wants_states:
-            # What is told in a version bounds the next one's capture, trained on a version later.
+            # What bridges are told bounds the next version's capture, trained on one later.
             wanted.append(loop.version + 2)
         if loop.last.train:
             trained.append(loop.version)
             loop.judge(3.0, 3.0, released=False)
         loop.step(10.0, training=10.0 if loop.last.train else 0.0)
     assert trained == [9, 18, 27, 36]
-    # In a probe nobody knows yet that it will be over.
+    # During a probe it is not known yet when it ends.
     assert wanted[:10] == [9, 10, 11, 18, 19, 20, 27, 28, 29, 36]
 
 
@@ -336,7 +336,7 @@ def test_probe_lasts_until_a_verdict() -> None:
     assert loop.step(10.0, training=4.0), "not judged yet"
     loop.judge(3.0, 3.0, released=False)
     assert not loop.step(10.0, training=4.0)
-    # Or until nobody has judged it for long.
+    # Or until it has gone without a verdict for long.
     loop.until_probed()
     trains = [loop.step(10.0, training=4.0) for _ in range(PROBE_VERSIONS)]
     assert trains == [True] * (PROBE_VERSIONS - 1) + [False]
@@ -382,7 +382,7 @@ def test_a_server_that_restarts_counts_from_zero() -> None:
 
 
 def test_report_without_figures_changes_nothing() -> None:
-    """As of a server whose figure was refused."""
+    """A server whose figure was refused reports none."""
     loop = Loop()
     loop.judge(3.0, 2.0, released=True)
     loop.generate(10.0)

@@ -1,4 +1,4 @@
-"""Simulated runs: what the rule takes, beside training always and never."""
+"""Simulated runs: the seconds that the rule takes, beside training always and never."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ class Story:
 
     Attributes:
         drift: acceptance length that a version takes.
-        begins: the draft's at the start.
-        best: that training comes to.
-        rate: share of the way to it that a version's training goes.
+        begins: the draft's acceptance length at the start.
+        best: the one that training comes to.
+        rate: share of the way there that a version's training goes.
         even: break-even of a version; a server whose draft is below it drafts nothing.
     """
 
@@ -69,7 +69,7 @@ STORIES = {
 
 
 def run(story: Story, mode: str, training: float, seed: int) -> tuple[float, int]:
-    """Seconds of generation and training together, and versions that were trained."""
+    """Return the seconds of generation and training together, and the versions trained."""
     economy = Economy(
         EconomyConfig(mode=mode, training_share=1.0),  # type: ignore[arg-type]
         cores=lambda: None,
@@ -100,7 +100,7 @@ def run(story: Story, mode: str, training: float, seed: int) -> tuple[float, int
 @pytest.mark.parametrize("training", [1.0, 4.0, 12.0, 24.0])
 @pytest.mark.parametrize("name", STORIES)
 def test_rule_is_near_the_better_of_always_and_never(name: str, training: float) -> None:
-    """Where servers draft. Where none can, it trains on for gains that nobody has."""
+    """The bound is wider where no server can draft: the rule trains for gains that nobody has."""
     story = STORIES[name]
     seconds = {
         mode: mean(run(story, mode, training, seed)[0] for seed in range(SEEDS))

@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from draft_trainer.cli.main import main
-from draft_trainer.drafters.acceptance import expected_acceptance
 from draft_trainer.drafters.eagle3.checkpoint import Eagle3
+from draft_trainer.drafters.expected_acceptance import expected_acceptance
 from draft_trainer.offline.report import read_log
 from draft_trainer.recordings.recording import Recording
 from slipstream.sample import is_held_out

@@ -18,7 +18,7 @@ from draft_trainer.ingest.store import ARENA
 from draft_trainer.releases.pointer import PointerStore
 from draft_trainer.releases.registry import Registry
 from draft_trainer.state import State
-from draft_trainer.training.state import StateStore
+from draft_trainer.training.training_state import StateStore
 from slipstream.errors import RefusedError
 from slipstream.v1 import draft_trainer_pb2 as pb
 from slipstream.v1.release_pb2 import REFUSAL_REASON_DISK

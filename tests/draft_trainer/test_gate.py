@@ -12,8 +12,8 @@ from torch import Tensor
 
 from draft_trainer.config import GateSection, TrainingConfig
 from draft_trainer.counters import Counters
-from draft_trainer.drafters.acceptance import AcceptanceEstimate, expected_acceptance
 from draft_trainer.drafters.eagle3.head import Eagle3Head
+from draft_trainer.drafters.expected_acceptance import AcceptanceEstimate, expected_acceptance
 from draft_trainer.drafters.policy import PolicyHeads
 from draft_trainer.releases import gate
 from draft_trainer.releases.gate import (

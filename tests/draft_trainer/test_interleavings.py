@@ -14,8 +14,8 @@ from draft_trainer.releases.confidence import Arm, Batch, decide
 from draft_trainer.releases.pointer import Good, Pointer
 from draft_trainer.releases.states import ReleaseEvent
 from draft_trainer.releases.trial import TrialResult, Trials
-from rollout_server.engine import VllmEngine
-from rollout_server.standby import ASLEEP, SAME
+from rollout_server.vllm.engine import VllmEngine
+from rollout_server.vllm.standby import ASLEEP, SAME
 from slipstream.v1 import rollout_server_pb2 as pb
 from tests.draft_trainer.fleet_rig import LONG, Rig
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from draft_trainer.config import TrainingConfig
-from draft_trainer.drafters.acceptance import expected_acceptance
 from draft_trainer.drafters.eagle3.head import Eagle3Head
+from draft_trainer.drafters.expected_acceptance import expected_acceptance
 from draft_trainer.drafters.policy import PolicyHeads
 from draft_trainer.training.learner import Learner
 from slipstream.errors import RefusedError

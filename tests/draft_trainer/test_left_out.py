@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.publish_faults.memory_server import Faults, MemoryServer
 from draft_trainer.releases import fleet as fleets
-from draft_trainer.releases.client import DraftPayload, Failure, RolloutClient
+from draft_trainer.releases.rollout_client import DraftPayload, Failure, RolloutClient
 from slipstream.readiness import not_ready_text
 from slipstream.v1 import rollout_server_pb2 as pb
 from tests.draft_trainer.fleet_rig import LONG, Rig, fleet_events
@@ -25,12 +25,12 @@ def four(make_rig: Callable[..., Rig]) -> Rig:
 
 
 def ready(rig: Rig) -> set[int]:
-    """The releases that ready servers serve."""
+    """Return the releases that ready servers serve."""
     return {d.state.draft_version for d in rig.servers if not d.state.not_ready}
 
 
 def leave_out(rig: Rig, version: int, server: MemoryServer) -> None:
-    """Publish a release while a server's connections go as it is staged there."""
+    """Publish a release while a server's connections break as it is staged there."""
     server.faults.gone = True
     result = rig.publisher.promote(version, pin=False)
     assert (result.draft_version, result.changes) == (version, True)
@@ -76,7 +76,7 @@ def test_late_server_is_left_out_of_a_sync(make_rig: Callable[..., Rig]) -> None
 
 
 def test_refusal_of_one_server_counts_for_all(four: Rig) -> None:
-    """Also where another one is gone."""
+    """It counts if another server is gone, too."""
     gone, refuses = four.servers[:2]
     gone.faults.gone, refuses.faults.stage = True, True
     result = four.publisher.promote(1, pin=False)
@@ -88,7 +88,7 @@ def test_refusal_of_one_server_counts_for_all(four: Rig) -> None:
 
 
 def test_commit_that_fails_on_one_undoes_all_that_hold_it(four: Rig) -> None:
-    """Whoever was left out before."""
+    """A server that was left out before does not matter."""
     gone, bad = four.servers[:2]
     gone.faults.gone, bad.faults.commit = True, {"draft-1"}
     result = four.publisher.promote(1, pin=False)
@@ -160,7 +160,7 @@ def test_release_is_sent_to_few_servers_at_a_time(
 def test_ready_servers_serve_one_release_whatever_happens(
     make_rig: Callable[..., Rig], seed: int
 ) -> None:
-    """Faults at random on any servers, publishes and repairs one after the other."""
+    """Random faults hit any servers, publishes and repairs follow one another."""
     rig = make_rig(5, stage_timeout_s=LONG)
     chance = random.Random(seed)
     for version in (1, 2, 3):
@@ -177,7 +177,7 @@ def test_ready_servers_serve_one_release_whatever_happens(
         result = rig.publisher.promote(version, pin=False)
         live = rig.pointer.now.live
         assert result.changes == (live == version)
-        # One round of the reconciler at most, in which a server may still not be healed.
+        # One round of the reconciler, in which some servers can still not be healed.
         for server in rig.servers:
             server.faults = Faults(stage=server.faults.stage, gone=server.faults.gone)
         rig.heal()

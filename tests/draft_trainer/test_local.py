@@ -21,7 +21,7 @@ from examples.local_services import ROOT
 from policy_bridge import BridgeConfig, PolicyBridge
 from slipstream.client import open_channel
 from slipstream.errors import RefusedError
-from slipstream.serving import serving
+from slipstream.serving.server import serving
 from tests.draft_trainer.rig import Client
 
 NOTEBOOK = ROOT / "examples" / "notebook" / "local_trainer.ipynb"

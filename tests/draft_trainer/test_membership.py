@@ -11,10 +11,10 @@ import pytest
 from draft_trainer.config import PublishConfig
 from draft_trainer.config_file import load_config, parse_config
 from draft_trainer.releases import fleet as fleets
-from draft_trainer.releases.client import Failure
 from draft_trainer.releases.fleet import LOOK_UP_SECONDS, Fleet, Members
+from draft_trainer.releases.rollout_client import Failure
 from slipstream.errors import RefusedError
-from slipstream.security import ClientCredentials
+from slipstream.serving.identity import ClientCredentials
 from tests.security.certificates import write_token
 
 

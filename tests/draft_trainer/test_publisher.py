@@ -9,8 +9,8 @@ import grpc
 import pytest
 
 from draft_trainer.config import PublishConfig
-from draft_trainer.releases.client import Failure
 from draft_trainer.releases.publisher import PublishResult
+from draft_trainer.releases.rollout_client import Failure
 from tests.draft_trainer.fleet_rig import LONG, Rig, fleet_events
 from tests.waiting import until
 

@@ -13,9 +13,9 @@ import pytest
 from benchmarks.publish_faults.memory_server import MemoryServer
 from draft_trainer.releases import fleet as fleets
 from draft_trainer.releases import reconcile as healing
-from draft_trainer.releases.client import Failure, RolloutClient
 from draft_trainer.releases.commits import PublishResult
 from draft_trainer.releases.fleet import Members
+from draft_trainer.releases.rollout_client import Failure, RolloutClient
 from slipstream.errors import RefusedError, StatusCode
 from tests.draft_trainer.fleet_rig import LONG, Rig, fleet_events
 from tests.draft_trainer.registry_rig import flip_bit

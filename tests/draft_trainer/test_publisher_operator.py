@@ -1,4 +1,4 @@
-"""What an operator does to the fleet: promote, pin, roll back, restart."""
+"""The operator's acts on the fleet: promote, pin, roll back, restart."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_promote_pins_until_promoted_without_a_pin(rig: Rig) -> None:
 
 
 def test_offer_replaces_only_release_it_was_compared_with(rig: Rig) -> None:
-    """While the gate compared release 3 with release 0, release 2 was promoted."""
+    """Release 2 was promoted while the gate compared release 3 with release 0."""
     rig.publisher.promote(2, pin=False)
     assert not rig.pointer.offer(3, against=0)
     assert rig.pointer.now.promoted == 2
@@ -183,7 +183,7 @@ def test_figures_count_until_another_run_is_opened(
 
 
 def one_passed(rig: Rig) -> None:
-    """Release 1 passed its trial against release 0 in run "one", and is measured."""
+    """Have release 1 pass its trial against release 0 in run "one", and be measured."""
     rig.run = SimpleNamespace(run_id="one", began=0.0)
     rig.watching()
     rig.draft(0, GOOD, 6000)
@@ -197,7 +197,7 @@ def one_passed(rig: Rig) -> None:
 def test_release_rolled_back_by_hand_is_not_served_again(
     make_rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
-    """Nor is the next one held up where nothing is known to compare it with."""
+    """The next release is not held up either if nothing is known to compare it with."""
     rig = make_rig(1, CanaryConfig())
     one_passed(rig)
     if what == "a day later":
@@ -254,11 +254,11 @@ def test_release_replacing_damaged_one_needs_no_trial(
 def test_figures_from_before_restart_are_taken_over_once(
     make_rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not again with each trial that begins and ends."""
+    """They are not taken over again with each trial that begins and ends."""
     rig, clock = make_rig(1, CanaryConfig()), time.monotonic
 
     def pass_by(seconds: float) -> None:
-        # For the trainer alone: the server, in this process, would end the call that it reads.
+        # Only for the trainer: the server, in this process, would end the call that is read.
         later = SimpleNamespace(monotonic=lambda: clock() + seconds, time=time.time)
         for module in (trial, watch):
             monkeypatch.setattr(module, "time", later)
@@ -312,7 +312,7 @@ def test_figures_from_before_restart_count_for_incumbent_only(
 def test_figures_of_replaced_release_are_dropped(
     make_rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An operator rolls back while they are added up, and nothing is known of what was there."""
+    """An operator rolls back while they are summed; nothing is known of the release before."""
     rig = make_rig(1, CanaryConfig())
     one_passed(rig)
     tomorrow = time.time() + 86_400

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import grpc
 import pytest
 
-from draft_trainer.releases.client import Failure
+from draft_trainer.releases.rollout_client import Failure
 from slipstream.errors import RefusedError
 from slipstream.readiness import not_ready_text
 from slipstream.v1 import rollout_server_pb2 as pb

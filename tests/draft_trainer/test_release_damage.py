@@ -12,7 +12,7 @@ import torch
 from draft_trainer.releases.pointer import promote_offline
 from draft_trainer.releases.registry import Registry, open_pointer
 from draft_trainer.state import STATE_FILE
-from draft_trainer.training.state import FOLDER
+from draft_trainer.training.training_state import FOLDER
 from slipstream.errors import RefusedError, StatusCode
 from tests.draft_trainer.registry_rig import create, flip, flip_bit
 from tests.draft_trainer.rig import (

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from draft_trainer.config_file import parse_config
-from rollout_server import shared
+from rollout_server.control import shared
 from slipstream.checkpoints import WEIGHTS_FILE
 from slipstream.errors import RefusedError
 from slipstream.v1 import rollout_server_pb2 as pb

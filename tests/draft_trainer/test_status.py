@@ -1,4 +1,4 @@
-"""What the status remembers: the last minute's acceptance, policy versions, the fleet."""
+"""The memory of the status: the last minute's acceptance, policy versions, the fleet."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import pytest
 from draft_trainer.cli import console
 from draft_trainer.counters import Counters
 from draft_trainer.releases import watch as watches
-from draft_trainer.releases.client import Failure
 from draft_trainer.releases.fleet import Fleet
+from draft_trainer.releases.rollout_client import Failure
 from draft_trainer.server import status
 from draft_trainer.server.diagnosis import OK, PROBLEM, WAITING, ProblemLog
 from draft_trainer.server.status import FleetView, PolicyClock
@@ -80,7 +80,7 @@ def test_acceptance_of_the_last_minute_by_server_and_release(
     assert [d.drafts for d in last_minute()[""]] == [10], "the older reports are past"
     clock.now += 90
     assert last_minute() == {}
-    # However much is reported, so much is kept; nothing of a server that is not followed.
+    # What is kept is bounded; nothing is kept of a server that is not followed.
     for version in range(watches.KEPT + 100):
         grew("a:1", version, 1, [1, 0, 0])
         grew("c:1", version, 1, [1, 0, 0])
@@ -98,9 +98,9 @@ def test_staleness_counts_from_the_policys_move(clock: Clock) -> None:
         clock.now += 10
     assert times.behind_seconds(11) == 30
     assert times.behind_seconds(0) == 60, "release 0 was trained on nothing"
-    # Of two that were registered at once, the older one may be told of last.
+    # If two are registered at once, the older one may arrive last.
     assert not times.registered(12) and times.behind_seconds(0) == 60
-    # Another run counts from its own versions, also where they go on from those of the one before.
+    # Another run counts from its own versions, even if they follow those of the run before.
     times.began("another")
     assert times.newest_at is None and times.behind_seconds(0) == 0
     assert times.registered(13) and times.newest_at == clock.now
@@ -209,7 +209,7 @@ def test_diagnosis_uses_newest_snapshots_with_samples(
             server._counters.refused("teacher")
         client.send(*messages[:9])
         assert refused_are_a_problem()
-        # In a long step of the loop none comes.
+        # In a long step of the loop no sample comes.
         for _ in range(2 * status.LATELY_SNAPSHOTS):
             server._status.keep_snapshot()
         assert refused_are_a_problem()

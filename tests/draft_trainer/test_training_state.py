@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from draft_trainer.config import TrainingConfig
 from draft_trainer.training.learner import Learner
-from draft_trainer.training.state import (
+from draft_trainer.training.training_state import (
     VERSION,
     LearnerStates,
     Position,

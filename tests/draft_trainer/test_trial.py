@@ -13,8 +13,8 @@ import pytest
 
 from draft_trainer.config import CanaryConfig
 from draft_trainer.releases import trial, watch
-from draft_trainer.releases.client import RolloutClient
 from draft_trainer.releases.confidence import Batch
+from draft_trainer.releases.rollout_client import RolloutClient
 from draft_trainer.releases.states import ReleaseState
 from draft_trainer.releases.trial import HISTORY_SECONDS
 from slipstream.errors import RefusedError
@@ -23,11 +23,11 @@ from tests.draft_trainer.fleet_rig import RELEASES, Rig, fleet_events
 pytestmark = pytest.mark.contract("trial")
 
 GOOD, RUINED = [70, 50, 30], [2, 0, 0]
-"""Accepted at each position of 100 drafts."""
+"""The tokens accepted at each position of 100 drafts."""
 
 
 def settle(rig: Rig, version: int = -1, accepted: Sequence[int] = GOOD) -> int:
-    """Until the trial under way has a result, while ``version`` drafts; how many steps of it each
+    """Draft with ``version`` until the trial under way has a result; return the steps that each
     server made."""
     deadline, steps = time.monotonic() + 60, 0
     while not rig.publisher.settle():
@@ -188,7 +188,7 @@ def test_one_broken_server_of_four_vetoes_nothing(make_rig: Callable[..., Rig]) 
 def test_figures_of_the_incumbent_survive_a_pause(
     make_rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """While a loop trains, nothing is drafted for longer than figures reach back."""
+    """A loop that trains drafts nothing for longer than figures reach back."""
     rig = make_rig(1, CanaryConfig())
     rig.watching()
     rig.draft(0, GOOD, 4000)

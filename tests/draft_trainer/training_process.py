@@ -23,7 +23,7 @@ from draft_trainer.drafters import Draft
 from draft_trainer.offline.data import steps_of
 from draft_trainer.training.learner import Learner
 from draft_trainer.training.optimizer import Schedule
-from draft_trainer.training.state import StateStore, head_facts
+from draft_trainer.training.training_state import StateStore, head_facts
 from tests.draft_trainer.synthetic import Policy, dflash_head, draft_model_head, head, mtp_head
 
 CONFIG = TrainingConfig(learning_rate=5e-3, warmup_steps=5, weight_averaging=0.9, ttt_steps=3)

@@ -29,7 +29,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.forward_context import set_forward_context
 from vllm.model_executor.model_loader import get_model
 
-from rollout_server.vllm_patches import allow_dense_qwen3_next
+from rollout_server.vllm.patches import allow_dense_qwen3_next
 
 
 class _OneSequence(nn.Module):

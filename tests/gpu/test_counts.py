@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from draft_trainer.drafters.acceptance import step_acceptance
 from draft_trainer.drafters.batch import Batch
 from draft_trainer.drafters.dflash import DflashConfig, DflashHead
 from draft_trainer.drafters.draft import Draft
 from draft_trainer.drafters.eagle3.config import HeadConfig
 from draft_trainer.drafters.eagle3.head import Eagle3Head
+from draft_trainer.drafters.expected_acceptance import step_acceptance
 from draft_trainer.drafters.loss import step_weights, ttt_objective, valid_targets
 from draft_trainer.drafters.policy import PolicyHead, PolicyHeads
 from tests.draft_trainer.synthetic import dflash_document

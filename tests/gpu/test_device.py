@@ -14,7 +14,7 @@ from benchmarks.gpu.__main__ import PARTS
 from benchmarks.gpu.bench import Bench, draft_of, rollouts
 from draft_trainer.config import TrainingConfig
 from draft_trainer.training.learner import Learner
-from draft_trainer.training.state import LearnerStates, Position, StateStore
+from draft_trainer.training.training_state import LearnerStates, Position, StateStore
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available(), reason="no GPU: torch.cuda.is_available() is False"

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from draft_trainer.config import TrainingConfig
-from draft_trainer.training import state as state_module
+from draft_trainer.training import training_state as state_module
 from draft_trainer.training.learner import Learner
-from draft_trainer.training.state import HostCopies, LearnerStates, Position, StateStore
+from draft_trainer.training.training_state import HostCopies, LearnerStates, Position, StateStore
 from tests.draft_trainer.synthetic import Policy, head
 
 CONFIG = TrainingConfig(ttt_steps=3, warmup_steps=0)

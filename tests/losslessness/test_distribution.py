@@ -2,7 +2,7 @@
 
 Null: the server draws from the policy's exact distribution at T = 1. Each test refuses it at
 p < 1e-4, so a correct server fails one run in 10,000 per test. Power: vLLM's CPU sampler bug
-(``rollout_server.vllm_patches``) puts the joint at 0.42 in total variation, p < 1e-300.
+(``rollout_server.vllm.patches``) puts the joint at 0.42 in total variation, p < 1e-300.
 
 The joint sees four tokens of one prompt; the sums of surprise (``joint.Surprise``) see every token
 of whole completions of many prompts, with a false-alarm rate of 2e-4 per test.

@@ -17,7 +17,7 @@ import torch
 from examples.arithmetic_grpo.processes import free_port
 from slipstream.errors import RefusedError, abort_with
 from slipstream.sample import Sample
-from slipstream.serving import SERVER_OPTIONS
+from slipstream.serving.server import SERVER_OPTIONS
 from slipstream.tensors import SCHEMA_VERSION, ChunkAssembler, checksum_of, digest
 from slipstream.v1 import draft_trainer_pb2 as pb
 from slipstream.v1 import draft_trainer_pb2_grpc as pb_grpc

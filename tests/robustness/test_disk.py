@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from draft_trainer.server.app import TrainerServer
-from rollout_server.store import Key, StageStore
+from rollout_server.control.stages import Key, StageStore
 from slipstream.errors import RefusedError, refused_from
 from slipstream.tensors import bytes_of, digest
 from slipstream.v1 import draft_trainer_pb2 as pb

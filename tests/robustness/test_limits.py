@@ -17,11 +17,11 @@ import torch
 from google.protobuf.message import DecodeError
 from grpc_health.v1 import health_pb2
 
-from rollout_server.checkpoint import check_finite
-from slipstream import guard as guards
-from slipstream import serving
+from rollout_server.control.draft_folder import check_finite
 from slipstream.errors import Refusals, RefusedError
-from slipstream.guard import CallRate, Guard, Limit, Unreadable, reader
+from slipstream.serving import limits as guards
+from slipstream.serving import server as serving
+from slipstream.serving.limits import CallRate, Guard, Limit, Unreadable, reader
 from slipstream.tensors import _varint, unframe
 from slipstream.v1 import draft_trainer_pb2 as pb
 from slipstream.v1 import release_pb2

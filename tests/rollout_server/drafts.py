@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from rollout_server.reload import Change, LiveModel, Result, apply_all, load
-from rollout_server.served.derived import derived
-from rollout_server.standby import DIFFERS, READY, SAME, WORKING, ReadBack, Standby
-from rollout_server.store import Key, StagedTensor, WeightSource
+from rollout_server.control.changes import Change, Result
+from rollout_server.control.stages import Key, StagedTensor, WeightSource
+from rollout_server.vllm.reload import LiveModel, apply_all, load
+from rollout_server.vllm.served.derived import derived
+from rollout_server.vllm.standby import DIFFERS, READY, SAME, WORKING, ReadBack, Standby
 
 
 class Drafts:

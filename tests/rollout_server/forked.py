@@ -25,8 +25,8 @@ _IMPORTED = (
     "vllm.entrypoints.launchers.api_server.entry",
     "vllm.v1.engine.core",
     "vllm.v1.worker.cpu_worker",
-    "rollout_server.app",
-    "rollout_server.launch",
+    "rollout_server.vllm.api_server",
+    "rollout_server.vllm.launch",
     __name__,
 )
 

@@ -7,8 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from rollout_server import app
-from rollout_server.acceptance import (
+from rollout_server.control.acceptance_counts import (
     KEPT_DRAFTS,
     KEPT_VERSIONS,
     AcceptanceGuard,
@@ -16,6 +15,7 @@ from rollout_server.acceptance import (
     RecentAcceptance,
     tried,
 )
+from rollout_server.vllm import api_server as app
 from slipstream.readiness import not_ready_text
 
 

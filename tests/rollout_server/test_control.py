@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from benchmarks.publish_faults.memory_server import MemoryEngine
-from rollout_server import control as control_module
-from rollout_server.acceptance import AcceptanceTracker
-from rollout_server.control import (
+from rollout_server.control import control as control_module
+from rollout_server.control.acceptance_counts import AcceptanceTracker
+from rollout_server.control.changes import Change, ReceivedError, Result, UntrustedEngineError
+from rollout_server.control.control import (
     ACCEPTANCE,
     DRAFT,
     MAX_STAGED,
@@ -21,9 +22,7 @@ from rollout_server.control import (
     RolloutControl,
     Weights,
 )
-from rollout_server.engine import ReceivedError, UntrustedEngineError
-from rollout_server.reload import Change, Result
-from rollout_server.store import StageStore, WeightSource
+from rollout_server.control.stages import StageStore, WeightSource
 from slipstream.errors import RefusedError
 from slipstream.readiness import not_ready_text
 from slipstream.tensors import spec_of

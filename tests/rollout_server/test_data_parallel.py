@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 import torch
 
-from rollout_server import engine
-from rollout_server.app import check_speculation
-from rollout_server.engine import UntrustedEngineError, VllmEngine
-from rollout_server.plugins import Settings
-from rollout_server.reload import Change, Result
-from rollout_server.store import WeightSource
-from rollout_server.worker import _receive, slipstream_check_transfer
+from rollout_server.control.changes import Change, Result, UntrustedEngineError
+from rollout_server.control.stages import WeightSource
+from rollout_server.vllm import engine
+from rollout_server.vllm.api_server import check_speculation
+from rollout_server.vllm.engine import VllmEngine
+from rollout_server.vllm.plugins import Settings
+from rollout_server.vllm.worker import _receive, slipstream_check_transfer
 from slipstream.errors import RefusedError
 from slipstream.v1 import rollout_server_pb2 as pb
 from tests.draft_trainer.rig import open_to_all

@@ -12,8 +12,8 @@ from torch import nn
 from draft_trainer.checkpoints import read_policy
 from draft_trainer.drafters import DRAFTERS
 from draft_trainer.drafters.initial import init_dflash
-from rollout_server.served.derived import derived, unaccounted
-from rollout_server.swap import NotSwappableError, StandbyCopy, standby_bytes
+from rollout_server.vllm.served.derived import derived, unaccounted
+from rollout_server.vllm.swap import NotSwappableError, StandbyCopy, standby_bytes
 from tests.rollout_server.drafts import Drafts, check_failed_commits, check_swaps, different
 
 DERIVED = {

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from rollout_server.acceptance import AcceptanceTracker
-from rollout_server.draft_length import (
+from rollout_server.control.acceptance_counts import AcceptanceTracker
+from rollout_server.control.draft_length import (
     MARGIN,
     MAX_RETRY_SECONDS,
     RECENT_SECONDS,
@@ -22,7 +22,7 @@ from rollout_server.draft_length import (
     lengths_to_choose,
     sizes_to_measure,
 )
-from rollout_server.step_costs import (
+from rollout_server.control.step_costs import (
     MIXED,
     PLAIN,
     SPECULATIVE,
@@ -210,7 +210,7 @@ def test_drafting_is_off_from_ruined_draft_to_next_commit() -> None:
 def test_drafting_is_retried_at_doubling_intervals(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("rollout_server.draft_length.REFRESH_SECONDS", math.inf)
+    monkeypatch.setattr("rollout_server.control.draft_length.REFRESH_SECONDS", math.inf)
     server = Server(STALE)
     server.serve(60)
     assert server.told == [None]
@@ -241,7 +241,7 @@ def test_drafting_is_retried_at_doubling_intervals(
 def test_speed_up_is_known_after_few_plain_steps(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("rollout_server.step_costs.READ_SECONDS", 0.0)
+    monkeypatch.setattr("rollout_server.control.step_costs.READ_SECONDS", 0.0)
     server, costs = Server(FRESH), StepCosts()
     server.sums = dict(measured(steps=5))
 
@@ -270,8 +270,8 @@ async def no_sleep(seconds: float) -> None:
 
 def test_old_plain_cost_is_measured_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plain steps were timed while something else slowed the machine: drafting seems to pay."""
-    monkeypatch.setattr("rollout_server.draft_length.MIN_REFRESH_SECONDS", 0.0)
-    monkeypatch.setattr("rollout_server.draft_length.asyncio.sleep", no_sleep)
+    monkeypatch.setattr("rollout_server.control.draft_length.MIN_REFRESH_SECONDS", 0.0)
+    monkeypatch.setattr("rollout_server.control.draft_length.asyncio.sleep", no_sleep)
     server = Server(STALE)
     server.sums = {
         key: StepSum(total.steps, total.seconds * (3 if key[0] == PLAIN else 1))
@@ -297,7 +297,7 @@ def test_old_plain_cost_is_measured_again(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_lengths_are_measured_before_they_change(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps take twice what they took in the calibration: only what is in use seems slower."""
-    monkeypatch.setattr("rollout_server.draft_length.asyncio.sleep", no_sleep)
+    monkeypatch.setattr("rollout_server.control.draft_length.asyncio.sleep", no_sleep)
     server = Server(FRESH)
     server.serve(60)
     for _ in range(6):
@@ -324,7 +324,7 @@ def test_lengths_are_measured_before_they_change(monkeypatch: pytest.MonkeyPatch
 
 def test_lengths_that_cannot_be_timed_stay_unused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every step of the measurement also read a prompt."""
-    monkeypatch.setattr("rollout_server.draft_length.asyncio.sleep", no_sleep)
+    monkeypatch.setattr("rollout_server.control.draft_length.asyncio.sleep", no_sleep)
     server = Server(FRESH)
     for _ in range(10):
         server.serve(60)

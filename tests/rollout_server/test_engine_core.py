@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-import rollout_server.engine_core
-from rollout_server.engine_core import EngineHooks, PrefixCacheSalt
-from rollout_server.reload import Change, Result
-from rollout_server.store import WeightSource
-from rollout_server.worker import slipstream_forget
+import rollout_server.vllm.engine_core
+from rollout_server.control.changes import Change, Result
+from rollout_server.control.stages import WeightSource
+from rollout_server.vllm.engine_core import EngineHooks, PrefixCacheSalt
+from rollout_server.vllm.worker import slipstream_forget
 from slipstream.errors import RefusedError
 
 TOKENS = list(range(12))
@@ -262,7 +262,7 @@ def test_failed_policy_commit_keeps_noted_requests(hooks: Hooks) -> None:
 
 
 def test_noted_requests_are_bounded(hooks: Hooks, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rollout_server.engine_core.RequestsSeen, "MAX_REQUESTS", 2)
+    monkeypatch.setattr(rollout_server.vllm.engine_core.RequestsSeen, "MAX_REQUESTS", 2)
     for name in "abc":
         hooks.core.scheduler.add_request(SimpleNamespace(request_id=name))
     assert hooks.apply([change("policy")], 1.0)["requests"] == {"b": -1, "c": -1}

@@ -12,9 +12,9 @@ from torch import nn
 
 from draft_trainer.drafters import DRAFTERS
 from draft_trainer.drafters.mtp import MtpConfig, MtpHead
-from rollout_server.served.derived import unaccounted
-from rollout_server.swap import StandbyCopy, _as_first_loaded
-from rollout_server.vllm_patches import pack_experts_again
+from rollout_server.vllm.patches import pack_experts_again
+from rollout_server.vllm.served.derived import unaccounted
+from rollout_server.vllm.swap import StandbyCopy, _as_first_loaded
 from tests.draft_trainer.test_mtp_vllm import GLM, SIZES
 from tests.rollout_server.drafts import Drafts, check_failed_commits, check_swaps, different
 

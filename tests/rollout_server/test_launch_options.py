@@ -10,8 +10,8 @@ import pytest
 
 from draft_trainer.drafters import DRAFTERS
 from examples.arithmetic_grpo.make_mtp import first_layers, new_head, policy_with_mtp
-from rollout_server.launch import build_parser, serve, settings_of, share_with_ray
-from rollout_server.plugins import MARK
+from rollout_server.vllm.launch import build_parser, serve, settings_of, share_with_ray
+from rollout_server.vllm.plugins import MARK
 from slipstream.errors import RefusedError
 
 PORTS = ("--port", "0", "--control-port", "0")

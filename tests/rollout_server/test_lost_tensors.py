@@ -11,9 +11,10 @@ import pytest
 import torch
 from torch import nn
 
-from rollout_server.reload import Change, LiveModel, apply_all, load, refuse_lost
-from rollout_server.store import WeightSource
-from rollout_server.worker import _receive
+from rollout_server.control.changes import Change
+from rollout_server.control.stages import WeightSource
+from rollout_server.vllm.reload import LiveModel, apply_all, load, refuse_lost
+from rollout_server.vllm.worker import _receive
 from slipstream.errors import RefusedError
 from tests.policy_bridge.families import make
 from tests.rollout_server.drafts import Drafts, different, load_model

@@ -14,12 +14,12 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from rollout_server import swap, worker
-from rollout_server.reload import Change, Result
-from rollout_server.standby import READY, SAME, WORKING, Standby
-from rollout_server.store import WeightSource
-from rollout_server.swap import element_hash, free_bytes, must_pin, swap_contents
-from rollout_server.worker import (
+from rollout_server.control.changes import Change, Result
+from rollout_server.control.stages import WeightSource
+from rollout_server.vllm import swap, worker
+from rollout_server.vllm.standby import READY, SAME, WORKING, Standby
+from rollout_server.vllm.swap import element_hash, free_bytes, must_pin, swap_contents
+from rollout_server.vllm.worker import (
     SLEEPS,
     owed_bytes,
     reserve_standby,
@@ -143,7 +143,7 @@ def test_policy_reload_refused_without_room_for_largest_layer(
     config = types.SimpleNamespace(model_config=None, lora_config=None)
     server = types.SimpleNamespace(get_model=lambda: policy, vllm_config=config)
     loaded: list[object] = []
-    monkeypatch.setattr("rollout_server.reload.load", lambda *given: loaded.append(given))
+    monkeypatch.setattr("rollout_server.vllm.reload.load", lambda *given: loaded.append(given))
     change = Change("policy", WeightSource("/new"), WeightSource("/old")).to_message()
     answer = slipstream_apply(server, [change])
     assert "15728640 bytes free" in answer["error"] and "16777216 bytes" in answer["error"]
@@ -280,7 +280,7 @@ def test_undo_swaps_back_without_room_for_reload(
         waited.set()
         join_thread(thread, 60)
 
-    monkeypatch.setattr("rollout_server.standby.StandbyCopy", Slow)
+    monkeypatch.setattr("rollout_server.vllm.standby.StandbyCopy", Slow)
     change = Change("draft", WeightSource("/new"), WeightSource("/old"))
     ready(server.slipstream_hooks.standby, change.new)
     monkeypatch.setattr(threading.Thread, "join", join_once_asked)
@@ -304,8 +304,8 @@ def test_failed_standby_copy_frees_memory_for_reload(
         return (0 if held[0]() else 16 * MIB), 80 << 30
 
     loaded: list[object] = []
-    monkeypatch.setattr("rollout_server.standby.StandbyCopy", Failing)
-    monkeypatch.setattr("rollout_server.reload.load", lambda *given: loaded.append(given))
+    monkeypatch.setattr("rollout_server.vllm.standby.StandbyCopy", Failing)
+    monkeypatch.setattr("rollout_server.vllm.reload.load", lambda *given: loaded.append(given))
     monkeypatch.setattr(torch.cuda, "mem_get_info", mem_get_info)
     change = Change("draft", WeightSource("/new"), WeightSource("/old"))
     standby = server.slipstream_hooks.standby
@@ -354,7 +354,7 @@ def test_standby_copies_share_one_stream(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(torch.cuda, "Stream", stream)
     for name in ("device", "stream"):
         monkeypatch.setattr(torch.cuda, name, contextlib.nullcontext)
-    monkeypatch.setattr("rollout_server.standby.StandbyCopy", lambda *given: copy)
+    monkeypatch.setattr("rollout_server.vllm.standby.StandbyCopy", lambda *given: copy)
     read_back = types.SimpleNamespace(committed={}, lost=False, record=lambda hashes: None)
     copies = Standby(lambda: linear(4), lambda: linear(4), read_back)  # type: ignore[arg-type]
     releases = [WeightSource(str(n)) for n in range(10)]

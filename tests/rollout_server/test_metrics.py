@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from benchmarks.publish_faults.memory_server import MemoryEngine
-from rollout_server.acceptance import KEPT_VERSIONS, AcceptanceTracker
-from rollout_server.control import DRAFT, POLICY, RolloutControl, Weights
-from rollout_server.draft_length import LengthChooser
-from rollout_server.metrics import FACTS, CommitCounts, Observed, RolloutCollector
-from rollout_server.step_costs import MIXED, PLAIN, SPECULATIVE, StepCosts, StepSum
-from rollout_server.store import StageStore, WeightSource
+from rollout_server.control.acceptance_counts import KEPT_VERSIONS, AcceptanceTracker
+from rollout_server.control.control import DRAFT, POLICY, RolloutControl, Weights
+from rollout_server.control.draft_length import LengthChooser
+from rollout_server.control.metrics import FACTS, CommitCounts, Observed, RolloutCollector
+from rollout_server.control.stages import StageStore, WeightSource
+from rollout_server.control.step_costs import MIXED, PLAIN, SPECULATIVE, StepCosts, StepSum
 from slipstream.errors import Refusals, StatusCode
 from slipstream.v1 import rollout_server_pb2 as pb
 from tests.rollout_server.test_control import weights

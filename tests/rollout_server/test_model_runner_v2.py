@@ -15,10 +15,12 @@ from typing import Any
 import pytest
 import torch
 
-from rollout_server import app, launch, vllm_patches
-from rollout_server.launch import settings_of
-from rollout_server.vllm_versions import Sources, installed_source
-from rollout_server.worker import SpeculatorSwitch
+from rollout_server.vllm import api_server as app
+from rollout_server.vllm import launch
+from rollout_server.vllm import patches as vllm_patches
+from rollout_server.vllm.launch import settings_of
+from rollout_server.vllm.versions import Sources, installed_source
+from rollout_server.vllm.worker import SpeculatorSwitch
 from slipstream.errors import RefusedError
 from tests.rollout_server.test_vllm_patches import Model
 

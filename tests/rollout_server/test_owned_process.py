@@ -21,7 +21,7 @@ DEAF = (
 
 def supervise(*command: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-m", "rollout_server.owned_process", *command],
+        [sys.executable, "-m", "rollout_server.ray.owned_process", *command],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from rollout_server.policy_spans import HEADER, MAX_CHARACTERS, PolicySpans, PolicyVersions
+from rollout_server.control.policy_spans import HEADER, MAX_CHARACTERS, PolicySpans, PolicyVersions
 
 NAME = "0123456789abcdef" * 2
 JSON = (b"content-type", b"application/json")

@@ -15,10 +15,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from rollout_server import cli, launch
-from rollout_server.plugins import Settings
-from rollout_server.preflight import check_metrics, check_paths, check_port_free
-from rollout_server.served import SERVED
+from rollout_server import cli
+from rollout_server.vllm import launch
+from rollout_server.vllm.plugins import Settings
+from rollout_server.vllm.preflight import check_metrics, check_paths, check_port_free
+from rollout_server.vllm.served import SERVED
 from slipstream.errors import RefusedError
 from slipstream.tensors import spec_of
 from tests.draft_trainer.rig import open_to_all
@@ -185,7 +186,7 @@ def test_refused_command_line_exits_with_status_2(
 def test_plugin_without_mark_imports_nothing() -> None:
     """The plugin must not even import torch in a user's own vLLM of the same environment."""
     code = (
-        "import sys; from rollout_server import plugins; plugins.register_general();"
+        "import sys; from rollout_server.vllm import plugins; plugins.register_general();"
         "assert plugins.make_endpoint_plugin().required_tasks == ();"
         "assert not {'torch', 'vllm', 'grpc'} & set(sys.modules), sorted(sys.modules)"
     )

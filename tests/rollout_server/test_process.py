@@ -61,7 +61,7 @@ def test_equal_heads_stay_apart_and_sigterm_cleans_up(  # type: ignore[no-untype
 
     content = digest(ruined["fc.weight"]).hex()
     roots = (Path("/dev/shm"), Path(tempfile.gettempdir()))
-    held = [path for root in roots for path in root.glob(f"slipstream-rollout-*/{content}.*")]
+    held = [path for root in roots for path in root.glob(f"slipstream-rollout-*/*/{content}.*")]
     assert len(held) == 1
     family = descendants(live.service.pid)
     assert len(family) >= 2, "the engine runs in processes of its own"
@@ -98,7 +98,7 @@ def test_sigterm_during_startup_ends_server(
 # An engine core that loads weights, and its worker: neither listens to SIGTERM.
 LOADING = """
 import multiprocessing, signal, subprocess
-from rollout_server import launch
+from rollout_server.vllm import launch
 
 def core(ready):
     signal.signal(signal.SIGTERM, signal.SIG_IGN)

@@ -13,19 +13,19 @@ from safetensors.torch import save_file
 from torch import nn
 
 from policy_bridge.sync import policy_tensors
-from rollout_server import app
-from rollout_server.acceptance import AcceptanceTracker
-from rollout_server.app import _expected_draft, _expected_policy
-from rollout_server.checkpoint import Expected
-from rollout_server.control import DRAFT, RolloutControl, Weights
-from rollout_server.control import POLICY as POLICY_KIND
-from rollout_server.engine import Description
-from rollout_server.plugins import Settings
-from rollout_server.served import SERVED, WithoutWeights, served_by
-from rollout_server.served.derived import unaccounted
-from rollout_server.service import RolloutService, refuse_shared
-from rollout_server.store import StageStore, WeightSource
-from rollout_server.upload import Upload
+from rollout_server.control.acceptance_counts import AcceptanceTracker
+from rollout_server.control.changes import Description
+from rollout_server.control.control import DRAFT, RolloutControl, Weights
+from rollout_server.control.control import POLICY as POLICY_KIND
+from rollout_server.control.draft_folder import Expected
+from rollout_server.control.service import RolloutService, refuse_shared
+from rollout_server.control.stages import StageStore, WeightSource
+from rollout_server.control.upload import Upload
+from rollout_server.vllm import api_server as app
+from rollout_server.vllm.api_server import _expected_draft, _expected_policy
+from rollout_server.vllm.plugins import Settings
+from rollout_server.vllm.served import SERVED, WithoutWeights, served_by
+from rollout_server.vllm.served.derived import unaccounted
 from slipstream.checkpoints import TensorLayout, read_layout
 from slipstream.errors import RefusedError
 from slipstream.tensors import digest_of_specs, spec_of
@@ -421,8 +421,8 @@ def test_dense_qwen3_next_is_accepted() -> None:
     from vllm.model_executor.models import ModelRegistry
     from vllm.model_executor.models.qwen3_next import QwenNextMixtureOfExperts
 
-    from rollout_server.served import dense_qwen3_next
-    from rollout_server.vllm_patches import allow_dense_qwen3_next
+    from rollout_server.vllm.patches import allow_dense_qwen3_next
+    from rollout_server.vllm.served import dense_qwen3_next
 
     class Dense(nn.Module):
         def __init__(self) -> None:

@@ -17,9 +17,9 @@ import pytest
 import torch
 
 from benchmarks.publish_faults.memory_server import MemoryServer
-from rollout_server import service
-from rollout_server.control import MAX_STAGED
-from rollout_server.engine import UntrustedEngineError
+from rollout_server.control import service
+from rollout_server.control.changes import UntrustedEngineError
+from rollout_server.control.control import MAX_STAGED
 from slipstream.client import TRAINER, open_channel, stage
 from slipstream.tensors import spec_of
 from slipstream.v1 import rollout_server_pb2 as pb
@@ -96,7 +96,7 @@ def test_external_policy_stages_do_not_accumulate(plane: Plane) -> None:
 def test_unprepared_draft_is_logged_once_per_reason(
     plane: Plane, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with caplog.at_level(logging.WARNING, "rollout_server.service"):
+    with caplog.at_level(logging.WARNING, "rollout_server.control.service"):
         for version, why_not in enumerate(("", "buffers", "buffers", "", "buffers", "no memory")):
             plane.engine.not_prepared = why_not
             assert plane.stage_draft(version).not_prepared == why_not

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-import rollout_server.engine_core
-from rollout_server.engine_core import StepClock
+import rollout_server.vllm.engine_core
+from rollout_server.vllm.engine_core import StepClock
 
 
 class Core:
@@ -27,7 +27,7 @@ class Core:
             num_spec_tokens=3,
         )
         fake = SimpleNamespace(perf_counter=lambda: self.now)
-        monkeypatch.setattr(rollout_server.engine_core, "time", fake)
+        monkeypatch.setattr(rollout_server.vllm.engine_core, "time", fake)
         self.switch: Any = SimpleNamespace(enabled=True, undrafted=0)
         self.clock = StepClock(self, self.switch)
 

@@ -8,8 +8,8 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from rollout_server.acceptance import AcceptanceTracker
-from rollout_server.step_costs import CostWatch, StepCosts, StepSum, StepSums
+from rollout_server.control.acceptance_counts import AcceptanceTracker
+from rollout_server.control.step_costs import CostWatch, StepCosts, StepSum, StepSums
 from slipstream.errors import RefusedError
 from slipstream.v1 import rollout_server_pb2 as pb
 
@@ -60,7 +60,7 @@ def test_watchers_wake_for_engine_steps_without_drafts() -> None:
 
 
 def test_failed_step_sums_are_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rollout_server.step_costs.READ_SECONDS", 0.0)
+    monkeypatch.setattr("rollout_server.control.step_costs.READ_SECONDS", 0.0)
     source, tracker = Source(), AcceptanceTracker()
     tracker.start(0)
     source.broken = True
@@ -107,7 +107,7 @@ class Drafting:
 @pytest.mark.parametrize("plain", [True, False])
 def test_plain_steps_are_probed_once_per_size(monkeypatch: pytest.MonkeyPatch, plain: bool) -> None:
     """Also where the probe finds none."""
-    monkeypatch.setattr("rollout_server.step_costs.PROBE_SECONDS", 0.05)
+    monkeypatch.setattr("rollout_server.control.step_costs.PROBE_SECONDS", 0.05)
     tracker, costs = AcceptanceTracker(), StepCosts()
     tracker.start(0)
     tracker.generated(1)
@@ -148,7 +148,7 @@ def test_plain_cost_is_measured_again_after_an_hour() -> None:
 
 def test_idle_server_is_not_probed(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("READ_SECONDS", "PROBE_SECONDS", "PROBE_EVERY_SECONDS"):
-        monkeypatch.setattr(f"rollout_server.step_costs.{name}", 0.0)
+        monkeypatch.setattr(f"rollout_server.control.step_costs.{name}", 0.0)
     tracker, costs, rounds = AcceptanceTracker(), StepCosts(), asyncio.Semaphore(0)
     tracker.start(0)
     tracker.generated(1)

@@ -12,7 +12,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from rollout_server.store import Key, StagedTensor, StageStore, WeightSource, make_directory
+from rollout_server.control.stages import (
+    Key,
+    StagedTensor,
+    StageStore,
+    WeightSource,
+    make_directory,
+)
 from slipstream.errors import RefusedError
 from slipstream.tensors import spec_of
 from tests.waiting import until
@@ -103,7 +109,7 @@ def test_store_directory_of_killed_server_is_swept(
     (living / "tensor").write_bytes(b"1")
     code = (
         "import os, pathlib, sys\n"
-        "from rollout_server.store import make_directory\n"
+        "from rollout_server.control.stages import make_directory\n"
         "folder = make_directory(1, pathlib.Path(sys.argv[1]))\n"
         "(folder / 'tensor').write_bytes(b'1')\n"
         "os.kill(os.getpid(), 9)\n"

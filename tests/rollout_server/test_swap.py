@@ -13,11 +13,12 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from rollout_server.reload import Change, LiveModel, apply_all
-from rollout_server.standby import ASLEEP, DIFFERS, READY, SAME
-from rollout_server.store import WeightSource
-from rollout_server.swap import NotSwappableError, StandbyCopy, pairs_of, swap_contents
-from rollout_server.worker import WorkerHooks, slipstream_read_back, watch_sleep
+from rollout_server.control.changes import Change
+from rollout_server.control.stages import WeightSource
+from rollout_server.vllm.reload import LiveModel, apply_all
+from rollout_server.vllm.standby import ASLEEP, DIFFERS, READY, SAME
+from rollout_server.vllm.swap import NotSwappableError, StandbyCopy, pairs_of, swap_contents
+from rollout_server.vllm.worker import WorkerHooks, slipstream_read_back, watch_sleep
 from tests.rollout_server.drafts import (
     Drafts,
     check_failed_commits,

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import torch
 
-from rollout_server.control import DRAFT, Weights
-from rollout_server.store import Key, StageStore
-from rollout_server.upload import Upload
-from slipstream.serving import Workers
+from rollout_server.control.control import DRAFT, Weights
+from rollout_server.control.stages import Key, StageStore
+from rollout_server.control.upload import Upload
+from slipstream.serving.server import Workers
 from slipstream.tensors import chunks_of, spec_of
 from tests.waiting import until
 

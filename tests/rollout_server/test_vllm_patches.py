@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from rollout_server import engine_core, plugins, vllm_patches, worker
+from rollout_server.vllm import engine_core, plugins, worker
+from rollout_server.vllm import patches as vllm_patches
 
 pytestmark = pytest.mark.contract("lossless")
 

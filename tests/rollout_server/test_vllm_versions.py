@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from docs.make_vllm_versions import PAGE, wheels
-from rollout_server import vllm_versions
-from rollout_server.launch import serve
-from rollout_server.vllm_versions import (
+from rollout_server.vllm import versions as vllm_versions
+from rollout_server.vllm.launch import serve
+from rollout_server.vllm.versions import (
     DRAFT_LENGTHS_V2,
     HOOKS,
     KNOWN,

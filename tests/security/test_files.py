@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from draft_trainer.kernels.library import _check_own
-from rollout_server.store import StageStore, make_directory
+from rollout_server.control.stages import StageStore, make_directory
 from slipstream.checkpoints import read_layout
 from slipstream.errors import RefusedError
 from slipstream.shm import SharedFile

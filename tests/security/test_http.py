@@ -15,8 +15,8 @@ import pytest
 from starlette.responses import PlainTextResponse
 
 from draft_trainer.server.web import Guarded, WebServer
-from slipstream.security import Access, Role, TokenFiles
-from slipstream.tls import TlsFiles, TlsPaths
+from slipstream.serving.identity import Access, Role, TokenFiles
+from slipstream.serving.tls import TlsFiles, TlsPaths
 from tests.security.certificates import HOUR, Authority, Pair, write_token
 from tests.waiting import until
 

@@ -29,7 +29,7 @@ from examples.arithmetic_grpo.processes import free_port
 from policy_bridge import BridgeConfig, PolicyBridge
 from slipstream.client import open_channel
 from slipstream.errors import refused_from
-from slipstream.security import ClientCredentials
+from slipstream.serving.identity import ClientCredentials
 from slipstream.v1 import draft_trainer_pb2 as trainer_pb
 from slipstream.v1 import draft_trainer_pb2_grpc as trainer_grpc
 from slipstream.v1 import rollout_server_pb2 as rollout_pb

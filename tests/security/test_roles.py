@@ -6,7 +6,7 @@ import pytest
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2
 
-from slipstream.security import GRANTS, METHODS, Access, Role, TokenFiles, roles_granted
+from slipstream.serving.identity import GRANTS, METHODS, Access, Role, TokenFiles, roles_granted
 from slipstream.v1 import draft_trainer_pb2, rollout_server_pb2
 
 pytestmark = pytest.mark.contract("hostile peers")
@@ -24,7 +24,7 @@ def every_method() -> set[str]:
 
 
 def test_every_method_has_one_role() -> None:
-    """Fails when a method is added to a .proto and not to ``slipstream.security``."""
+    """Fails when a method is added to a .proto and not to ``slipstream.serving.identity``."""
     assert every_method() == METHODS.keys()
     for method, role in METHODS.items():
         assert (role is None) == ("health" in method), method

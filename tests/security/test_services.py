@@ -17,8 +17,8 @@ from benchmarks.publish_faults.memory_server import DRAFT_DIR, MemoryServer
 from slipstream.checkpoints import load_tensors
 from slipstream.client import open_channel
 from slipstream.errors import RefusedError, refused_from
-from slipstream.security import Access, ClientCredentials, Role, TokenFiles
-from slipstream.tls import Followed, TlsFiles, TlsPaths
+from slipstream.serving.identity import Access, ClientCredentials, Role, TokenFiles
+from slipstream.serving.tls import Followed, TlsFiles, TlsPaths
 from slipstream.v1 import rollout_server_pb2 as pb
 from slipstream.v1 import rollout_server_pb2_grpc as pb_grpc
 from tests.security.certificates import HOUR, Authority, write_token

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rollout_server import shared
+from rollout_server.control import shared
 from slipstream.checkpoints import WEIGHTS_FILE
 from slipstream.errors import RefusedError
 from slipstream.tensors import spec_of

@@ -12,10 +12,16 @@ import pytest
 from draft_trainer.config import access_of as trainer_access
 from draft_trainer.config import credentials_of
 from policy_bridge import BridgeConfig
-from rollout_server.launch import access_of, add_access_options
+from rollout_server.vllm.launch import access_of, add_access_options
 from slipstream.client import open_channel
 from slipstream.errors import RefusedError
-from slipstream.security import ClientCredentials, Role, TokenFiles, is_loopback, read_tokens
+from slipstream.serving.identity import (
+    ClientCredentials,
+    Role,
+    TokenFiles,
+    is_loopback,
+    read_tokens,
+)
 from tests.draft_trainer.rig import make_config
 from tests.security.certificates import Authority, Pair, write_token
 

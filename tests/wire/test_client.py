@@ -10,10 +10,10 @@ from pathlib import Path
 import grpc
 import pytest
 
-from slipstream import serving
 from slipstream.client import open_channel
 from slipstream.errors import RefusedError
-from slipstream.security import ClientCredentials, open_access
+from slipstream.serving import server as serving
+from slipstream.serving.identity import ClientCredentials, open_access
 from slipstream.v1 import rollout_server_pb2 as pb
 from slipstream.v1 import rollout_server_pb2_grpc as pb_grpc
 from tests.security.certificates import write_token

@@ -9,9 +9,9 @@ import grpc
 import pytest
 
 from slipstream.errors import RefusedError, StatusCode
-from slipstream.guard import Guard, Limit, read_within
-from slipstream.security import Access
-from slipstream.serving import Workers, blocking
+from slipstream.serving.identity import Access
+from slipstream.serving.limits import Guard, Limit, read_within
+from slipstream.serving.server import Workers, blocking
 
 
 def test_guard_unread_answer_ends_call() -> None:

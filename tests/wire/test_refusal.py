@@ -22,7 +22,7 @@ from slipstream.errors import (
     failure_text,
     refused_from,
 )
-from slipstream.serving import SERVER_OPTIONS
+from slipstream.serving.server import SERVER_OPTIONS
 from slipstream.v1 import draft_trainer_pb2 as pb
 from slipstream.v1 import draft_trainer_pb2_grpc as pb_grpc
 from slipstream.v1 import release_pb2

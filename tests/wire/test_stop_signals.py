@@ -8,7 +8,7 @@ import sys
 # A second signal before every line that the handler of the first one runs, in any module.
 CODE = """
 import signal, sys
-from slipstream.serving import stop_signals
+from slipstream.serving.server import stop_signals
 
 stopping = stop_signals()
 assert not stopping()

@@ -1,0 +1,1 @@
+"""Costs of engine steps and what speculation gains."""

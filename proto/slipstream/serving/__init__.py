@@ -1,0 +1,1 @@
+"""The server skeleton of both services: TLS, identity, limits, lifecycle."""

@@ -1,0 +1,1 @@
+"""The control plane of a rollout server. Knows no vLLM."""

@@ -1,0 +1,1 @@
+"""Rollout servers that Ray places."""
