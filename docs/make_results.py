@@ -79,7 +79,7 @@ def integrations() -> str:
 def _architectures(found: list[dict[str, Any]]) -> str:
     text = (
         "For these architectures, real vLLM serves a tiny trained policy on a CPU, first with an "
-        "untrained draft. The draft that `draft-trainer init` and `fit` make from the policy's "
+        "untrained draft. The draft that `draft-trainer init` and `warmup` make from the policy's "
         "states is then swapped in while it serves. Acceptance lengths are vLLM's own counters "
         "at temperature 1 with three drafted tokens; the estimate is the gate's, on states of the "
         "same rollouts ([benchmarks](benchmarks.md#architectures), "

@@ -298,7 +298,7 @@ class PublishConfig(Section):
         draft_sample_method: how the fleet drafts; None: as that server says.
         on: whether a promoted release goes live with the policy's next sync or at once.
         state_timeout_s, stage_timeout_s, commit_timeout_s: deadline of each call; a commit with a
-            policy has ``releases.client.POLICY_SECONDS``.
+            policy has ``releases.rollout_client.POLICY_SECONDS``.
         reconcile_s: between two checks of what the servers serve; 0 for none.
         shared_registry: folder of storage that the servers see, too, with the registry in it: they
             read releases there. None: they are sent.
@@ -364,15 +364,6 @@ class EconomyConfig(Section):
     horizon_versions: Annotated[int, Field(ge=1)] = 20
 
 
-class RecordingConfig(Section):
-    """[recording]: keeps accepted samples on disk too, for ``draft-trainer init`` and ``fit``."""
-
-    directory: ConfigPath | None = None
-    capacity_bytes: Annotated[int, Field(ge=1)] = 16 << 30
-    shard_bytes: Annotated[int, Field(ge=1)] = 256 << 20
-    queue_bytes: Annotated[int, Field(ge=1)] = 256 << 20
-
-
 class TrainerConfig(Section):
     """The whole file."""
 
@@ -386,7 +377,6 @@ class TrainerConfig(Section):
     publish: PublishConfig = PublishConfig()
     canary: CanaryConfig = CanaryConfig()
     economy: EconomyConfig = EconomyConfig()
-    recording: RecordingConfig = RecordingConfig()
 
     @model_validator(mode="after")
     def _depth_covers_the_served_drafts(self) -> TrainerConfig:

@@ -167,6 +167,8 @@ def _problem(model: type[BaseModel], detail: ErrorDetails) -> tuple[str, str, st
     if detail["type"] == "missing":
         kind = "a [section]" if len(detail["loc"]) == 1 else "a value"
         return key, "nothing", f"{kind} for this required key", f"add {key}"
+    if key in _GONE:
+        return key, "a key of an older release", _GONE[key], f"remove {key}"
     if detail["type"] == "extra_forbidden":
         known = _known_keys(model, detail)
         if key in REMOVED:
@@ -181,6 +183,9 @@ def _problem(model: type[BaseModel], detail: ErrorDetails) -> tuple[str, str, st
     expected = detail["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
     return key, repr(detail["input"]), _TYPES.get(detail["type"], expected), f"fix {key}"
 
+
+_GONE = {"recording": "none: draft-trainer warmup makes a draft, and records nothing"}
+"""Keys and sections that are gone, and what takes their place."""
 
 _TYPES = {
     "tuple_type": 'a list, as in ["a", "b"]',

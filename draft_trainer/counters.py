@@ -93,7 +93,7 @@ class Counters:
         )
         self.acknowledgement_seconds = self._histogram(
             "acknowledgement_seconds",
-            "Seconds from a sample's arrival to its acknowledgement, which follows its recording.",
+            "Seconds from a sample's arrival to its acknowledgement, after which no kill loses it.",
             ACKNOWLEDGEMENT_BUCKETS,
         )
         self.policy_announcements = self._counter(
@@ -111,15 +111,6 @@ class Counters:
             "the sample are not what was accepted.",
             "reason",
             ("capacity", "stale", "unneeded", "unsaved", "undone", "damaged"),
-        )
-        self.samples_recorded = self._counter(
-            "samples_recorded", "Samples written to disk (`recording.directory`)."
-        )
-        self.recording_shed = self._counter(
-            "recording_shed",
-            "Samples not written to disk, by reason.",
-            "reason",
-            ("queue_full", "capacity", "policy_forgotten", "write_failed"),
         )
 
         self.tokens_trained = self._counter("tokens_trained", "Step-0 anchors trained on.")

@@ -22,6 +22,8 @@ from draft_trainer.kernels.library import using_kernels
 from draft_trainer.server.app import TrainerServer
 from slipstream.errors import RefusedError
 from slipstream.hub import local_folder
+from slipstream.v1 import draft_trainer_pb2 as pb
+from slipstream.v1 import release_pb2
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +41,7 @@ class LocalTrainer(AbstractContextManager["LocalTrainer"]):
         address: host:port of the trainer, for ``BridgeConfig`` and for `draft-trainer status`.
         url: of the trainer's page.
         releases: folder of the releases.
+        config: the whole configuration.
 
     Raises:
         RefusedError: the configuration or the draft cannot be used, it bounds this process's GPU
@@ -81,6 +84,8 @@ class LocalTrainer(AbstractContextManager["LocalTrainer"]):
             self.address = trainer.address
             self.url = trainer.ready_line.rpartition("web=")[2]
             self.releases = settings.draft.registry
+            self.config = settings
+            self._trainer = trainer
             self._owned = owned.pop_all()
         # A thread that is inside torch while the interpreter ends aborts the process.
         atexit.register(self._close_at_exit, os.getpid())
@@ -92,6 +97,14 @@ class LocalTrainer(AbstractContextManager["LocalTrainer"]):
         """Stop the trainer. A second call changes nothing."""
         self._owned.close()
         atexit.unregister(self._close_at_exit)
+
+    def status(self) -> pb.TrainerStatus:
+        """The trainer's status now, as `draft-trainer status` shows it."""
+        return self._trainer.status.read()
+
+    def verdicts(self) -> list[release_pb2.Verdict]:
+        """The gate's verdicts that are kept, oldest first; with those before a restart."""
+        return self._trainer.status.verdicts()
 
     def _close_at_exit(self, process: int) -> None:
         # Not in a forked child, which has no threads of ours.

@@ -1,4 +1,4 @@
-"""The interface of a task to the examples' loop, pretraining and recording; a module can be one.
+"""The interface of a task to the examples' loop, pretraining and warm-up; a module can be one.
 
 Solutions are lines in one of two styles. The corpus is almost all terse and the reward favours
 ornate lines, so GRPO moves the policy onto words and layouts that it, and a draft trained beside

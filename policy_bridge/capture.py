@@ -185,6 +185,7 @@ class Capture:
         prompt_lengths: torch.Tensor | Sequence[int] | None = None,
         rollout_versions: torch.Tensor | Sequence[int] | int | None = None,
         logits_dtype: torch.dtype | None = None,
+        sample_ids: Sequence[str] | None = None,
     ) -> None:
         """Describe the forward pass that has just run; the samples chosen from it are sent.
 
@@ -193,27 +194,26 @@ class Capture:
         Args:
             input_ids: whole numbers [B, S], what the pass was given.
             loss_mask: bool or 0/1 [B, S], true on completion tokens.
-            attention_mask: bool or 0/1 [B, S]; without ``position_ids`` each row's real
-                tokens are contiguous, padded left or right. None: no padding.
-            position_ids: whole numbers [B, S] of packed rows: a sequence begins at each 0.
-                None: one sequence a row.
-            sampled_logprobs: float [B, S], log p(x_t | x_<t) at the window's temperature,
-                or [B, S-1] without the first column. Read where the loss mask is true. Those of the
-                pass itself; the rollouts' only where they are of this version, and the trainer
-                refuses samples whose teacher is not a distribution for them. None: computed, for
-                the chosen rows where the weights are at hand.
+            attention_mask: bool or 0/1 [B, S]; without ``position_ids`` each row's real tokens are
+                contiguous, padded left or right. None: no padding.
+            position_ids: whole numbers [B, S] of packed rows: a sequence begins at each 0. None:
+                one sequence a row.
+            sampled_logprobs: float [B, S], log p(x_t | x_<t) at the window's temperature, or
+                [B, S-1] without the first column. Read where the loss mask is true. Those of the
+                pass itself; the rollouts' only where they are of this version: the trainer refuses
+                a teacher that is no distribution. None: computed where the weights are at hand.
             sampled_logits: float, same shapes, logits before temperature. None: computed.
             prompt_lengths: tokens of each sequence before its completion: the completions of a
                 prompt are held out of training together. None: those before the first true of its
                 loss mask, which is wrong where that leaves out the beginning of completions.
-            rollout_versions: the policy version that sampled each sequence, or all of them. None:
-                the one that the window is of.
+            rollout_versions: the policy version that sampled each sequence or all; None: this one.
             logits_dtype: in which a loss that is fused with lm_head has its logits. None:
                 autocast's where that is on, else that of the states.
+            sample_ids: a name for each sequence, of which the trainer takes one sample, also where
+                it is captured again after a restart. None: fresh names.
 
         Raises:
-            RefusedError: (to ``refuse``) no forward pass to describe, or shapes that do
-                not fit it. Other tokens than its own are found later.
+            RefusedError: (to ``refuse``) no pass to describe, or shapes that do not fit it.
         """
         if self._refused:
             self._tap.__exit__()
@@ -282,6 +282,7 @@ class Capture:
                 logits=self._own(_aligned("sampled_logits", sampled_logits, shape)),
                 prompt_lengths=self._own(prompt_lengths),
                 rollout_versions=self._own(rollout_versions),
+                sample_ids=self._own(sample_ids),
             )
             self._recorded += 1
             if self.probe:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -39,6 +40,14 @@ _COPY_VALUES = (1 << 15) - 1
 a copy out over a pool of threads: beside the policy's own, twice as many threads as cores."""
 
 
+class Origin(NamedTuple):
+    """Says of a sequence its prompt, the policy version that sampled it, and its name."""
+
+    prompt: bytes
+    version: int | None
+    name: str | None
+
+
 @dataclass(frozen=True)
 class Record:
     """A forward pass and what ``Capture.ship`` was told of it.
@@ -48,9 +57,10 @@ class Record:
         token_ids, loss_mask, attention_mask, position_ids, logprobs, logits: [B, S], see
             ``Capture.ship``.
         prompt_lengths, rollout_versions: one number a sequence, see ``Capture.ship``.
+        sample_ids: one name a sequence, see ``Capture.ship``.
         at: row and column of the pass that the first element of these tensors is.
         spans: the sequences, once the record is on the host.
-        origins: of each by row and start: its prompt, and the policy version that sampled it.
+        origins: of each by row and start.
     """
 
     states: ForwardStates
@@ -62,9 +72,10 @@ class Record:
     logits: torch.Tensor | None
     prompt_lengths: torch.Tensor | Sequence[int] | None = None
     rollout_versions: torch.Tensor | Sequence[int] | int | None = None
+    sample_ids: Sequence[str] | None = None
     at: tuple[int, int] = (0, 0)
     spans: Sequence[Span] = ()
-    origins: Mapping[tuple[int, int], tuple[bytes, int | None]] = field(default_factory=dict)
+    origins: Mapping[tuple[int, int], Origin] = field(default_factory=dict)
 
     def on_host(self) -> Record:
         """Return the record with all but the states in host memory: int32 ids, float32 numbers.
@@ -151,21 +162,28 @@ class Chosen:
     priority: int
 
     def write_origin(self, header: pb.VerifierStates) -> None:
-        """Of which prompt it is a completion, and who sampled it."""
+        """Write whose completion it is, who sampled it, and its name where it has one."""
         one = self.candidate
-        header.prompt, version = self.record.origins[one.row, one.start - one.offset]
-        if version is not None:
-            header.rollout_policy_version = version
+        origin = self.record.origins[one.row, one.start - one.offset]
+        header.prompt = origin.prompt
+        if origin.version is not None:
+            header.rollout_policy_version = origin.version
+        if origin.name is not None:
+            header.sample_id = f"{origin.name}+{one.offset}" if one.offset else origin.name
 
 
-def _origins(record: Record) -> dict[tuple[int, int], tuple[bytes, int | None]]:
+def _origins(record: Record) -> dict[tuple[int, int], Origin]:
     """Of every sequence by row and start, so that all windows of it say the same."""
     count, versions = len(record.spans), record.rollout_versions
     lengths = scores_of("prompt_lengths", record.prompt_lengths, count)
     if isinstance(versions, int):
         versions = [versions] * count
     found, sampled_by = {}, scores_of("rollout_versions", versions, count)
-    for span, length, version in zip(record.spans, lengths, sampled_by, strict=True):
+    names = [None] * count if record.sample_ids is None else record.sample_ids
+    if len(names) != count:
+        expected, step = f"a name for each of the {count} sequences", "name every one, or none"
+        raise RefusedError("sample_ids", f"{len(names)} names", expected, step)
+    for span, length, version, name in zip(record.spans, lengths, sampled_by, names, strict=True):
         if version is not None and (version < 0 or not version.is_integer()):
             step = "pass the versions that bridge.sync was given, or None"
             raise RefusedError("rollout_versions", f"{version:g}", "whole numbers >= 0", step)
@@ -177,7 +195,8 @@ def _origins(record: Record) -> dict[tuple[int, int], tuple[bytes, int | None]]:
             expected, step = f"0 to {len(tokens)}", "count the tokens before the completion"
             raise RefusedError("prompt_lengths", f"{length:g}", expected, step)
         prompt = prompt_hash(tokens[: int(length)] if length else tokens)
-        found[span.row, span.start] = (prompt, None if version is None else int(version))
+        sampled_with = None if version is None else int(version)
+        found[span.row, span.start] = Origin(prompt, sampled_with, name)
     return found
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -12,8 +12,9 @@ from typing import Any
 
 class Completions(BaseHTTPRequestHandler):
     """Answers each request with what ``answer`` says, or 400 and ``refusal``, and with ``extra``'s
-    headers."""
+    headers; and says which models are ``served``."""
 
+    served: Sequence[str] = ()
     extra: Mapping[str, str] = {}
     refusal: bytes = b""
 
@@ -28,6 +29,12 @@ class Completions(BaseHTTPRequestHandler):
         data = json.dumps({"choices": choices}).encode()
         if self.refusal:
             status, data = 400, self.refusal
+        self._send(status, data)
+
+    def do_GET(self) -> None:
+        self._send(200, json.dumps({"data": [{"id": name} for name in self.served]}).encode())
+
+    def _send(self, status: int, data: bytes) -> None:
         self.send_response(status)
         self.send_header("Content-Length", str(len(data)))
         for name, value in self.extra.items():
@@ -39,7 +46,7 @@ class Completions(BaseHTTPRequestHandler):
         """Quiet."""
 
 
-def choice(tokens: list[int], logprobs: list[float] | None) -> dict[str, Any]:
+def choice(tokens: list[int], logprobs: Sequence[float | None] | None) -> dict[str, Any]:
     """One completion."""
     return {"token_ids": tokens, "logprobs": {"token_logprobs": logprobs}}
 

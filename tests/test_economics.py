@@ -15,7 +15,7 @@ from starlette.responses import PlainTextResponse
 
 from draft_trainer.cli.main import main
 from draft_trainer.cli.plan import served_costs
-from draft_trainer.offline.plan import Fleet, make_plan, read_lengths
+from draft_trainer.planning import Fleet, make_plan, read_lengths
 from draft_trainer.server.web import WebServer
 from slipstream.economics.arithmetic import (
     Loop,

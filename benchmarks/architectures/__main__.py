@@ -1,10 +1,9 @@
 """``python -m benchmarks.architectures``: policies of several architectures with an adapted draft.
 
-For each a trained tiny policy (``policies``) is sampled, its states are recorded through the
-bridge's capture, and a draft is made and trained on them by the commands of ``draft-trainer``. A
-real vLLM server then serves the policy with the untrained draft, and the trained one is swapped in
-live. Acceptance is vLLM's own count; beside it is the replay's estimate on states of the very
-rollouts that were counted.
+For each a trained tiny policy (``policies``) is sampled, and a draft is made and trained on its
+rollouts by ``draft-trainer warmup``. A real vLLM server then serves the policy with the untrained
+draft, and the trained one is swapped in live. Acceptance is vLLM's own count; beside it is the
+replay's estimate on states of the very rollouts that were counted.
 """
 
 from __future__ import annotations
@@ -27,20 +26,18 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from benchmarks.architectures.policies import POLICIES, policy_of
 from benchmarks.harness import Target, end_on_sigterm, finish, options, say, table, write
 from draft_trainer.drafters.eagle3.checkpoint import Eagle3
-from draft_trainer.drafters.expected_acceptance import expected_acceptance
-from draft_trainer.offline.fit import PLOT_FILE
-from draft_trainer.offline.record import Recorder
-from draft_trainer.recordings.recording import Recording
-from examples.arithmetic_grpo.make_draft import DRAFT_LENGTH, record, run
+from draft_trainer.warmup.report import PLOT_FILE
+from examples.arithmetic_grpo.make_draft import DRAFT_LENGTH, configuration, run, write_rollouts
 from examples.arithmetic_grpo.rollouts import RolloutClient, SpecCounters
 from examples.arithmetic_grpo.sampling import held_out_problems, prompt_ids
+from examples.arithmetic_grpo.states import states_of
 from examples.local_services import RolloutServer
 from examples.task import Task
 from slipstream.checkpoints import WEIGHTS_FILE
 
 MINUTES = 2.0
 """The time of pretraining, for the policy that is not a converted one."""
-RECORDED = 1024
+ROLLOUTS = 1024
 """The rollouts that a draft is trained on."""
 EPOCHS = 3
 PROMPTS = 128
@@ -72,8 +69,8 @@ class Outcome:
         name: of ``policies.POLICIES``.
         model_class: as config.json has it.
         prompts: completed greedily, and ``SAMPLES`` times at temperature 1.
-        untrained: as ``draft-trainer init`` makes it.
-        adapted: after ``draft-trainer fit``, swapped in live.
+        untrained: as ``draft-trainer warmup`` begins.
+        adapted: after it, swapped in live.
     """
 
     name: str
@@ -126,16 +123,16 @@ class Greedy:
 
 def drafts_of(task: Task[Any], policy: Path, folder: Path) -> tuple[Path, Path]:
     """The untrained and the trained draft of a policy, as the commands make them, once."""
-    states, untrained, trained = (folder / name for name in ("states", "untrained", "trained"))
+    untrained, trained = folder / "untrained", folder / "trained"
     if not (trained / PLOT_FILE).exists():
-        for left in (states, untrained, trained):
-            shutil.rmtree(left, ignore_errors=True)
-        record(task, policy, states, RECORDED, SEED, None)
-        common = ("--states", states, "--seed", SEED, "--out")
-        run("init", "--policy", policy, "--draft-vocab", 64, *common, untrained)
-        how = ("--learning-rate", 2e-3, "--batch-tokens", 512, "--compute-dtype", "bfloat16")
-        length = ("--epochs", EPOCHS, "--draft-length", DRAFT_LENGTH)
-        run("fit", "--policy", policy, "--draft", untrained, *length, *how, *common, trained)
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        file = write_rollouts(task, policy, folder / "rollouts.jsonl", ROLLOUTS, SEED)
+        config = configuration(folder, EPOCHS, threads=1, block=False)
+        common = ("--policy", policy, "--seed", SEED)
+        run("init", *common, "--out", untrained)
+        given = ("--draft", untrained, "--config", config)
+        run("warmup", *common, "--rollouts", file, *given, "--out", trained)
     return untrained, trained
 
 
@@ -146,7 +143,6 @@ def served(
     model: PreTrainedModel,
     prompts: Sequence[list[int]],
     greedy: Greedy,
-    folder: Path,
 ) -> Served:
     """Swap a draft in, count, and replay what was counted.
 
@@ -157,23 +153,9 @@ def served(
     counted = counters_of(server, version)
     equal = greedy.equal()
     rows = [prompts[number // SAMPLES] for number in range(len(completions))]
-    states = folder / f"measured-{version}"
-    with Recorder(model, states) as recorder:
-        recorder.add(list(zip(rows, completions, strict=True)))
-    return Served(
-        counted.acceptance_length or 1.0,
-        _replayed(draft, Recording(states)),
-        equal,
-    )
-
-
-def _replayed(draft: Path, recording: Recording) -> float:
-    head = Eagle3().read(draft).draft()
-    recording.fit_to(head.config)
-    samples = [recording[number] for number in range(len(recording))]
-    heads = recording.policy_heads(head.target_ids())
-    estimate = expected_acceptance(head, samples, heads, DRAFT_LENGTH, "probabilistic")
-    return estimate.acceptance_length
+    states = states_of(model, list(zip(rows, completions, strict=True)))
+    replayed = states.acceptance_length(Eagle3().read(draft).draft(), DRAFT_LENGTH)
+    return Served(counted.acceptance_length or 1.0, replayed, equal)
 
 
 def outcome(name: str, chosen: argparse.Namespace, folder: Path) -> Outcome:
@@ -192,7 +174,7 @@ def outcome(name: str, chosen: argparse.Namespace, folder: Path) -> Outcome:
         greedy = Greedy(server, prompts)
         # Version 0 has drafted while the server warmed up.
         first, second = (
-            served(server, version, draft, model, prompts, greedy, folder)
+            served(server, version, draft, model, prompts, greedy)
             for version, draft in ((1, untrained), (2, trained))
         )
     return Outcome(
@@ -271,7 +253,7 @@ def _figures(found: Mapping[str, Outcome]) -> dict[str, Any]:
     return {
         "settings": {
             "pretraining_minutes": MINUTES,
-            "recorded_rollouts": RECORDED,
+            "rollouts": ROLLOUTS,
             "epochs": EPOCHS,
             "draft_length": DRAFT_LENGTH,
             "temperature": 1.0,

@@ -28,19 +28,18 @@ from benchmarks.draft_training.contestants import default_directory, python_of
 from benchmarks.harness import Target, finish, options, say, spread_text, table, write
 from benchmarks.learning.moving import Course, Versions, considered, drawn, follow, move
 from benchmarks.learning.mtp import formulation_targets, formulations
+from benchmarks.learning.states import read_states, write_states
 from benchmarks.workers import WorkerProcess
 from draft_trainer.checkpoints import read_policy
 from draft_trainer.config import ReplayConfig, TrainingConfig
 from draft_trainer.drafters import DRAFTERS, Draft
 from draft_trainer.drafters.eagle3.head import Eagle3Head
-from draft_trainer.drafters.expected_acceptance import expected_acceptance
 from draft_trainer.drafters.initial import choose_draft_vocabulary, init_draft
 from draft_trainer.kernels.library import use_kernels
-from draft_trainer.offline.record import Recorder
-from draft_trainer.recordings.recording import Recording
 from draft_trainer.training.learner import Learner
 from examples.arithmetic_grpo import task as arithmetic
 from examples.arithmetic_grpo.sampling import solutions
+from examples.arithmetic_grpo.states import states_of
 from examples.arithmetic_grpo.summary import interval
 from examples.sorting_grpo import task as sorting
 from slipstream.sample import Sample
@@ -91,7 +90,7 @@ class Mark:
 
 @dataclass
 class Data:
-    """A policy's rollouts, recorded."""
+    """A policy's states on rollouts, in files."""
 
     name: str
     train: Path
@@ -99,13 +98,15 @@ class Data:
 
     def __post_init__(self) -> None:
         self.policy, _, size = POLICIES[self.name]
-        self.recording = Recording(self.train)
-        held = Recording(self.held)
-        counts = self.recording.completion_token_counts()
-        self.ids = choose_draft_vocabulary(counts, size, self.recording.lm_head_ids())
-        self.heads = self.recording.policy_heads(self.ids)
-        self._held_heads = held.policy_heads(self.ids)
-        self._held = [held[number] for number in range(len(held))]
+        states = read_states(self.train)
+        self.samples = states.samples
+        counts = torch.zeros(len(states.head.embed_tokens), dtype=torch.int64)
+        for sample in self.samples:
+            tokens = sample.token_ids[sample.loss_mask]
+            counts += torch.bincount(tokens, minlength=len(counts))
+        self.ids = choose_draft_vocabulary(counts, size)
+        self.heads = states.heads(self.ids)
+        self._held = read_states(self.held)
 
     def start(self, seed: int) -> Eagle3Head:
         """A random head."""
@@ -113,28 +114,26 @@ class Data:
 
     def acceptance(self, head: Draft) -> float:
         """Acceptance length on held-out rollouts."""
-        return expected_acceptance(
-            head, self._held, self._held_heads, DRAFT_LENGTH, "probabilistic"
-        ).acceptance_length
+        return self._held.acceptance_length(head, DRAFT_LENGTH)
 
 
 def record(name: str, folder: Path) -> Data:
-    """Enough of the policy's rollouts for the last mark, and held-out ones; kept if there."""
+    """States on enough rollouts for the last mark, and on held-out ones; kept if there."""
     policy, task, _ = POLICIES[name]
-    data = folder / f"{name}-train", folder / f"{name}-held"
+    data = folder / f"{name}-train.safetensors", folder / f"{name}-held.safetensors"
     model = AutoModelForCausalLM.from_pretrained(policy, dtype=torch.float32).eval()
     for seed, (out, tokens) in enumerate(zip(data, (int(MARKS[-1] * 1.1), 0), strict=True)):
         if out.exists():
             continue
-        say(f"recording rollouts of the {name} policy")
-        with Recorder(model, out) as recorder:
-            recorded = count = 0
-            while recorded < tokens or not count:
-                size = ROLLOUTS_AT_ONCE if tokens else HELD_OUT
-                for part in solutions(model, size, seed * 1_000_003 + count, task):
-                    recorder.add(part)
-                    recorded += sum(len(prompt) + len(answer) for prompt, answer in part)
-                    count += 1
+        say(f"rollouts of the {name} policy")
+        rollouts: list[tuple[list[int], list[int]]] = []
+        count = 0
+        while not count or sum(len(one) + len(other) for one, other in rollouts) < tokens:
+            size = ROLLOUTS_AT_ONCE if tokens else HELD_OUT
+            for part in solutions(model, size, seed * 1_000_003 + count, task):
+                rollouts += part
+                count += 1
+        write_states(out, states_of(model, rollouts))
     return Data(name, *data)
 
 
@@ -144,14 +143,14 @@ def ours(data: Data, seed: int, order: Sequence[int], epochs: int) -> list[Mark]
     learner = Learner(data.start(seed), config)
     served: Draft = data.start(seed)
     learner.restart_optimizer()
-    order, gated = order[:-HELD_OUT], [data.recording[i] for i in order[-HELD_OUT:]]
+    order, gated = order[:-HELD_OUT], [data.samples[i] for i in order[-HELD_OUT:]]
     used, seconds, number, steps = 0, 0.0, 0, 0
     found: list[Mark] = []
     while len(found) < len(MARKS):
         version: list[Sample] = []
         least = min(VERSION_TOKENS, MARKS[len(found)] - used)
         while sum(sample.tokens for sample in version) < least:
-            version.append(data.recording[order[number]])
+            version.append(data.samples[order[number]])
             number += 1
         used += sum(sample.tokens for sample in version)
         for samples in drawn(version, epochs, learner, random.Random(number)):
@@ -190,7 +189,7 @@ def peer(
         dtype="bfloat16",
     )
     trainer = {
-        **{"policy": str(data.policy), "recording": str(data.train), "start": str(start)},
+        **{"policy": str(data.policy), "states": str(data.train), "start": str(start)},
         **{"case": case.to_dict(), "rope_theta": shape.rope.theta, "eps": shape.rms_norm_eps},
         "learning_rate": LEARNING_RATE,
     }
@@ -252,7 +251,7 @@ def scratch(
     """By arm the marks of every seed."""
     found: dict[str, list[list[Mark]]] = {}
     for seed in seeds:
-        order = random.Random(seed).sample(range(len(data.recording)), len(data.recording))
+        order = random.Random(seed).sample(range(len(data.samples)), len(data.samples))
         say(f"{data.name} from scratch, seed {seed}")
         for arm, epochs in EPOCHS.items():
             found.setdefault(arm, []).append(ours(data, seed, order, epochs))
@@ -334,7 +333,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--policies", nargs="+", default=list(POLICIES), choices=list(POLICIES))
     parser.add_argument("--parts", nargs="+", default=list(PARTS), choices=PARTS)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--data", type=Path, help="folder of the recordings, kept for another run")
+    parser.add_argument("--data", type=Path, help="folder of the states, kept for another run")
     parser.add_argument("--alone", action="store_true", help="without speculators")
     chosen = parser.parse_args(argv)
     torch.set_num_threads(1)

@@ -1,4 +1,4 @@
-"""A policy that moves, recorded version by version, and a draft that follows it offline.
+"""A policy that moves, its states version by version, and a draft that follows it afterwards.
 
 The trainer's own steps, gate and ``Learner.settle`` on states that are there already: what a
 version brought is trained on to the end before the next one comes, so that the figures depend on
@@ -19,16 +19,16 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from benchmarks.harness import say
+from benchmarks.learning.states import read_states, write_states
 from draft_trainer.config import HELD_OUT_MOST, GateSection, TrainingConfig
 from draft_trainer.drafters import Draft
 from draft_trainer.drafters.expected_acceptance import expected_acceptance
 from draft_trainer.drafters.policy import PolicyHeads
-from draft_trainer.offline.record import Recorder, Rollout
-from draft_trainer.recordings.recording import Recording
 from draft_trainer.releases.gate import compare
 from draft_trainer.training.learner import Learner
 from examples.arithmetic_grpo.grpo import group_advantages, old_log_probs, pad_batch, update
 from examples.arithmetic_grpo.sampling import completion_text, prompt_ids, sample
+from examples.arithmetic_grpo.states import states_of
 from examples.arithmetic_grpo.tokenizer import PAD_ID
 from examples.task import reward
 from slipstream.sample import Sample, is_held_out
@@ -40,7 +40,8 @@ DRAFT_LENGTH = 3
 
 
 def move(policy: Path, task: Any, seed: int, out: Path) -> None:
-    """Record ``VERSIONS`` versions of a policy under GRPO, a recording each."""
+    """Write the states of ``VERSIONS`` versions of a policy under GRPO, a file each."""
+    out.mkdir(parents=True)
     model = AutoModelForCausalLM.from_pretrained(
         policy, dtype=torch.float32, attn_implementation="eager"
     )
@@ -53,8 +54,7 @@ def move(policy: Path, task: Any, seed: int, out: Path) -> None:
             model.eval(), [prompt_ids(problem, task) for problem in asked], 1.0, generator=generator
         )
         rollouts = list(zip(drawn.prompts, drawn.completions, strict=True))
-        with Recorder(model, out / f"{number:02}") as recorder:
-            recorder.add(rollouts)
+        write_states(out / f"{number:02}.safetensors", states_of(model, rollouts))
         pairs = zip(asked, drawn.completions, strict=True)
         grades = [task.grade(problem, completion_text(row, task)) for problem, row in pairs]
         style = sum(graded.style_share for graded in grades) / len(grades)
@@ -66,7 +66,7 @@ def move(policy: Path, task: Any, seed: int, out: Path) -> None:
 def _improve(
     model: PreTrainedModel,
     optimizer: torch.optim.Optimizer,
-    rollouts: Sequence[Rollout],
+    rollouts: Sequence[tuple[list[int], list[int]]],
     advantages: torch.Tensor,
 ) -> None:
     prompts, completions = zip(*rollouts, strict=True)
@@ -79,18 +79,16 @@ def _improve(
 
 
 class Versions:
-    """Recorded versions as one run."""
+    """The versions in a folder as one run."""
 
     def __init__(self, folder: Path, draft_vocab_ids: torch.Tensor) -> None:
-        recordings = [Recording(path) for path in sorted(folder.iterdir())]
-        self.heads = PolicyHeads(keep=len(recordings))
+        found = [read_states(path) for path in sorted(folder.iterdir())]
+        self.heads = PolicyHeads(keep=len(found))
         self.samples: list[list[Sample]] = []
-        for version, recording in enumerate(recordings):
-            head = recording.policy_heads(draft_vocab_ids).get(0)
+        for version, states in enumerate(found):
+            head = states.heads(draft_vocab_ids).get(0)
             self.heads.add(replace(head, policy_version=version))
-            self.samples.append(
-                [recording[i].repacked(policy_version=version) for i in range(len(recording))]
-            )
+            self.samples.append([one.repacked(policy_version=version) for one in states.samples])
 
     def acceptance(self, draft: Draft, version: int) -> float:
         """Acceptance length on everything that a version brought."""

@@ -1,4 +1,4 @@
-"""One MTP head under three formulations of its objective, on the same recorded states.
+"""One MTP head under three formulations of its objective, on the same states.
 
 All arms have the same head, rollouts in the same order, batches and optimizer, and compute in
 float32; they differ in what is compared with what. Acceptance is that of serving: vLLM's V1 runner
@@ -25,14 +25,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from benchmarks.harness import Target, say, spread_text, table
+from benchmarks.learning.states import read_states
 from draft_trainer.config import TrainingConfig
 from draft_trainer.drafters.attention import ttt_attention
 from draft_trainer.drafters.batch import Batch, ahead, batches
-from draft_trainer.drafters.expected_acceptance import expected_acceptance
 from draft_trainer.drafters.loss import step_weights, ttt_objective, valid_targets
 from draft_trainer.drafters.mtp import MtpHead
 from draft_trainer.drafters.policy import PolicyHeads
-from draft_trainer.recordings.recording import Recording
 from draft_trainer.training.optimizer import DraftOptimizer, Schedule
 from examples.arithmetic_grpo.make_mtp import new_head, policy_with_mtp
 from slipstream.sample import Sample
@@ -91,7 +90,7 @@ def trained(
         optimizer.clear_gradients()
         (batch,) = batches(samples, heads, max_tokens=1 << 30)
         loss(head, batch).backward()  # type: ignore[no-untyped-call]
-        optimizer.step(schedule.rate(number, number), optimizer.gradient_norm())
+        optimizer.step(schedule.rate(number), optimizer.gradient_norm())
     return head.to(torch.bfloat16).float()
 
 
@@ -99,25 +98,22 @@ def formulations(
     policy: Path, train: Path, held: Path, tokens: int, seeds: Sequence[int]
 ) -> dict[str, dict[float, list[float]]]:
     """Served acceptance length by arm, learning rate and seed, after so many tokens."""
-    recording, held_out = Recording(train), Recording(held)
+    states, held_out = read_states(train), read_states(held)
     with tempfile.TemporaryDirectory() as name:
         converted = policy_with_mtp(policy, Path(name) / "policy")
         starts = {seed: new_head(converted, seed) for seed in seeds}
     ids = starts[seeds[0]].target_ids()
-    heads, held_heads = recording.policy_heads(ids), held_out.policy_heads(ids)
-    asked = [held_out[number] for number in range(len(held_out))]
+    heads = states.heads(ids)
     found: dict[str, dict[float, list[float]]] = {}
     for seed, start in starts.items():
         say(f"formulations of the MTP objective, seed {seed}")
-        parts = _parts(recording, tokens, seed)
+        parts = _parts(states.samples, tokens, seed)
         for arm, loss in ARMS.items():
             for rate in RATES:
                 head = MtpHead(start.config)  # type: ignore[arg-type]
                 head.load_state_dict(start.state_dict())
                 head = trained(head, loss, parts, heads, rate)
-                length = expected_acceptance(
-                    head, asked, held_heads, STEPS, "probabilistic"
-                ).acceptance_length
+                length = held_out.acceptance_length(head, STEPS)
                 found.setdefault(arm, {}).setdefault(rate, []).append(length)
     columns = ["", *(f"learning rate {rate:g}" for rate in RATES)]
     rows = [[arm, *(spread_text(found[arm][rate]) for rate in RATES)] for arm in ARMS]
@@ -125,9 +121,9 @@ def formulations(
     return found
 
 
-def _parts(recording: Recording, tokens: int, seed: int) -> list[list[Sample]]:
+def _parts(samples: Sequence[Sample], tokens: int, seed: int) -> list[list[Sample]]:
     """Rollouts in a seed's order, in updates of at least ``BATCH_TOKENS``."""
-    order = random.Random(seed).sample(range(len(recording)), len(recording))
+    order = random.Random(seed).sample(range(len(samples)), len(samples))
     parts: list[list[Sample]] = [[]]
     for number in order:
         if sum(sample.tokens for sample in parts[-1]) >= BATCH_TOKENS:
@@ -135,7 +131,7 @@ def _parts(recording: Recording, tokens: int, seed: int) -> list[list[Sample]]:
             if tokens <= 0:
                 break
             parts.append([])
-        parts[-1].append(recording[number])
+        parts[-1].append(samples[number])
     return parts
 
 

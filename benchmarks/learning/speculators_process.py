@@ -1,7 +1,7 @@
-"""speculators on a recording, in a process of its own environment.
+"""speculators on a policy's states, in a process of its own environment.
 
 Model, loss, optimizer and shift are those of ``benchmarks.draft_training.peer_speculators``; the
-batches hold whole sequences of a recording, as its own collator packs them.
+batches hold whole sequences, as its own collator packs them.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from torch import Tensor
 
 from benchmarks.draft_training import peer_speculators
 from benchmarks.draft_training.case import Case
+from benchmarks.learning.states import read_states
 from benchmarks.workers import answers, serve
 from draft_trainer.checkpoints import read_policy
-from draft_trainer.recordings.recording import Recording
 from slipstream.sample import Sample
 
 
@@ -31,7 +31,7 @@ class Trainer:
 
     Args:
         policy: checkpoint.
-        recording: of its rollouts.
+        states: on its rollouts.
         start: safetensors of the first weights and ``draft_vocab_ids``.
         case: shape of the head.
         rope_theta: of the head.
@@ -41,7 +41,7 @@ class Trainer:
     def __init__(
         self,
         policy: Path,
-        recording: Path,
+        states: Path,
         start: Path,
         case: dict[str, Any],
         rope_theta: float,
@@ -50,11 +50,11 @@ class Trainer:
     ) -> None:
         checkpoint, weights = read_policy(policy), load_file(start)
         ids = weights.pop("draft_vocab_ids")
-        self.recording = Recording(recording)
-        heads = self.recording.policy_heads(ids)
+        found = read_states(states)
+        self.samples = found.samples
         tensors = SimpleNamespace(
             weights=weights,
-            embed_tokens=heads.get(heads.versions[-1]).embed_tokens.float(),
+            embed_tokens=found.head.embed_tokens.float(),
             lm_head=checkpoint.lm_head.float(),
             draft_vocab_ids=ids,
             token_ids=torch.zeros(0, 0),
@@ -63,7 +63,7 @@ class Trainer:
         peer_speculators.LEARNING_RATE = learning_rate
         shape = dataclasses.replace(Case(**case), rows=0)
         self.peer = peer_speculators.Speculators(shape, tensors, "sdpa summed")  # type: ignore[arg-type]
-        # Its model applies the policy's final norm, and the recorded states are behind it.
+        # Its model applies the policy's final norm, and these states are behind it.
         self.norm = checkpoint.final_norm.float()
         self.peer.model.verifier_norm.weight.data.copy_(self.norm)
 
@@ -76,7 +76,7 @@ class Trainer:
             chosen: list[Sample] = []
             tokens = 0
             while tokens < batch_tokens:
-                chosen.append(self.recording[order[number]])
+                chosen.append(self.samples[order[number]])
                 tokens += chosen[-1].tokens
                 number += 1
             began = time.process_time()
@@ -131,7 +131,7 @@ def main() -> None:
     torch.set_num_threads(1)
 
     def run(trainer: dict[str, Any], **arguments: Any) -> dict[str, Any]:
-        for name in ("policy", "recording", "start"):
+        for name in ("policy", "states", "start"):
             trainer[name] = Path(trainer[name])
         return {"marks": list(Trainer(**trainer).run(**arguments))}
 

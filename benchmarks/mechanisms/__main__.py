@@ -41,12 +41,11 @@ from benchmarks.learning.moving import drawn
 from draft_trainer.config import TrainingConfig
 from draft_trainer.drafters import DRAFTERS
 from draft_trainer.kernels.library import use_kernels
-from draft_trainer.offline.record import Recorder, Rollout
-from draft_trainer.recordings.recording import Recording
 from draft_trainer.training.learner import Learner
 from examples.arithmetic_grpo import task
 from examples.arithmetic_grpo.make_mtp import policy_with_mtp
 from examples.arithmetic_grpo.sampling import solutions
+from examples.arithmetic_grpo.states import states_of
 from examples.local_services import ARITHMETIC, RolloutServer
 
 NONE = "none"
@@ -68,17 +67,15 @@ class Training:
     """The trainer's steps of one mechanism, from its draft in the example."""
 
     def __init__(
-        self, kind: str, policy: Path, model: PreTrainedModel, rollouts: Sequence[Rollout]
+        self,
+        kind: str,
+        policy: Path,
+        model: PreTrainedModel,
+        rollouts: Sequence[tuple[list[int], list[int]]],
     ) -> None:
         head = DRAFTERS[kind].read(TRAINED[kind], policy).draft()
-        with tempfile.TemporaryDirectory() as folder:
-            states = Path(folder) / "states"
-            layers = head.config.aux_layer_ids
-            with Recorder(model, states, aux_layer_ids=layers) as recorder:
-                recorder.add(rollouts)
-            recording = Recording(states)
-            self._samples = [recording[number] for number in range(len(recording))]
-            self._heads = recording.policy_heads(head.target_ids())
+        states = states_of(model, rollouts, head.config.aux_layer_ids)
+        self._samples, self._heads = states.samples, states.heads(head.target_ids())
         self.tokens = sum(sample.tokens for sample in self._samples)
         self.state_bytes = sum(s.aux.nbytes + s.final_hidden.nbytes for s in self._samples)
         config = TrainingConfig(ttt_steps=DRAFT_LENGTH, compute_dtype="bfloat16")

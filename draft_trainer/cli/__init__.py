@@ -8,7 +8,7 @@ from slipstream import __version__
 from slipstream.errors import missing_package
 
 REFUSED = 2
-EXTRAS = dict.fromkeys(("transformers", "huggingface_hub"), "record")
+EXTRAS = dict.fromkeys(("transformers", "huggingface_hub"), "warmup")
 """Of packages that only some commands import; all others are the trainer's."""
 
 

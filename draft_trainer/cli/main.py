@@ -1,4 +1,4 @@
-"""``draft-trainer``: runs the trainer, queries a running one, or makes a draft offline.
+"""``draft-trainer``: runs the trainer, queries a running one, or makes a draft.
 
 Every command is a dataclass: its fields are the options, its docstring is the help, ``run`` does
 the work and returns the exit code. Nothing that loads torch is imported before ``run``.
@@ -23,9 +23,10 @@ from tyro.conf import UseAppendAction, arg, subcommand
 
 from draft_trainer.cli.console import Events, Status
 from draft_trainer.cli.doctor import Doctor
-from draft_trainer.cli.offline import Fit, Init, Record
+from draft_trainer.cli.init import Init
 from draft_trainer.cli.plan import Plan
 from draft_trainer.cli.release_actions import Releases
+from draft_trainer.cli.warmup import Warmup
 from slipstream.errors import RefusedError
 
 if TYPE_CHECKING:
@@ -145,14 +146,17 @@ def tune_memory() -> None:
     gc.set_threshold(100_000, *gc.get_threshold()[1:])
 
 
-REMOVED = {"top": "use draft-trainer status --watch"}
+REMOVED = {
+    "top": "use draft-trainer status --watch",
+    "record": "use draft-trainer warmup",
+    "fit": "use draft-trainer warmup",
+}
 """Commands that were removed, each with the next step."""
 
 _COMMANDS: Any = (
     Annotated[Serve, subcommand("serve")]
-    | Annotated[Record, subcommand("record")]
+    | Annotated[Warmup, subcommand("warmup")]
     | Annotated[Init, subcommand("init")]
-    | Annotated[Fit, subcommand("fit")]
     | Annotated[Plan, subcommand("plan")]
     | Annotated[Status, subcommand("status")]
     | Annotated[Doctor, subcommand("doctor")]
@@ -206,7 +210,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:
         print(
             f"draft-trainer: {error}. Next step: check that the folder can be written and the disk "
-            "has space, then run it again (fit: with --resume)",
+            "has space, then run it again",
             file=sys.stderr,
         )
         return FAILED

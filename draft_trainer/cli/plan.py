@@ -99,7 +99,7 @@ class Plan:
 
     def run(self) -> int:
         """Prints the plan."""
-        from draft_trainer.offline.plan import Fleet, make_plan, read_lengths, tables, write_page
+        from draft_trainer.planning import Fleet, make_plan, read_lengths, tables, write_page
         from slipstream.economics.arithmetic import Loop
 
         for field in dataclasses.fields(self):
@@ -114,7 +114,7 @@ class Plan:
                 "--acceptance",
                 "nothing",
                 "acceptance by position",
-                "give it as in 0.8,0.6,0.45 (draft-trainer fit prints it), or give --server",
+                "give it as in 0.8,0.6,0.45 (draft-trainer status shows it), or give --server",
             )
         fleet = Fleet(
             costs=costs,

@@ -41,6 +41,8 @@ def _credentials_from_environment() -> ClientCredentials:
 
 File = Annotated[Path | None, arg(metavar="FILE", help_behavior_hint="(optional)")]
 Folder = Annotated[Path | None, arg(metavar="DIR", help_behavior_hint="(optional)")]
+Needed = Annotated[Path, arg(metavar="DIR")]
+Count = Annotated[int | None, arg(metavar="N", help_behavior_hint="(optional)")]
 
 
 @dataclass(frozen=True, kw_only=True)

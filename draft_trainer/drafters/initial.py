@@ -25,26 +25,22 @@ _ZERO_CENTRED = (
 """The ``model_type`` of policies whose final norm multiplies by 1 + its weight."""
 
 
-def choose_draft_vocabulary(counts: Tensor, size: int, allowed: Tensor) -> Tensor:
+def choose_draft_vocabulary(counts: Tensor, size: int) -> Tensor:
     """The tokens that were sampled most often; of equally frequent ones the lower ids.
 
     Args:
         counts: int64 [vocab], how often each token was sampled.
         size: how many to choose.
-        allowed: int64, ascending: ids that may be chosen (those with a recorded lm_head row).
 
     Returns:
         int64 [size], ascending.
 
     Raises:
-        RefusedError: fewer are allowed.
+        RefusedError: there are fewer.
     """
-    if not 1 <= size <= len(allowed):
-        raise RefusedError(
-            "--draft-vocab", size, f"1 to {len(allowed)}, the tokens to choose from", "lower it"
-        )
-    order = counts[allowed].sort(descending=True, stable=True).indices
-    return allowed[order[:size]].sort().values
+    if not 1 <= size <= len(counts):
+        raise RefusedError("--draft-vocab", size, f"1 to {len(counts)}, all tokens", "lower it")
+    return counts.sort(descending=True, stable=True).indices[:size].sort().values
 
 
 def init_draft(

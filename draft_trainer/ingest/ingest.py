@@ -88,7 +88,6 @@ class Ingest:
         teacher: checks the teacher of every sample.
         arrived: set whenever there may be new samples to train on.
         directory: where clients' files of shared memory are; None: every block comes inline.
-        on_accepted: told of every sample that was accepted, for a recording.
         wanted: tokens wanted of each policy version, which every answer tells the clients; 0: no
             bound.
 
@@ -104,7 +103,6 @@ class Ingest:
         teacher: TeacherCheck,
         arrived: threading.Event,
         directory: Path | None = None,
-        on_accepted: Callable[[Run, Sample], None] | None = None,
         wanted: Callable[[], int] = lambda: 0,
     ) -> None:
         self.expected = expected
@@ -115,7 +113,6 @@ class Ingest:
         self._teacher = teacher
         self._arrived = arrived
         self._directory = directory
-        self._on_accepted = on_accepted
         self.streams = {"grpc": 0, "shared_memory": 0}
 
     def wanted_tokens(self) -> int:
@@ -253,13 +250,11 @@ class Ingest:
             for ack, _ in taken:
                 self._refuse(ack, error)
             return
-        for (ack, sample), new in zip(taken, fresh, strict=True):
-            if not new:
+        for (ack, _), new in zip(taken, fresh, strict=True):
+            if new:
+                ack.status = pb.ACK_STATUS_ACCEPTED
+            else:
                 self._duplicate(ack)
-                continue
-            ack.status = pb.ACK_STATUS_ACCEPTED
-            if self._on_accepted is not None:
-                self._on_accepted(run, sample)
         if accepted := sum(fresh):
             self.counters.samples.labels("accepted").inc(accepted)
             self._arrived.set()

@@ -24,7 +24,6 @@ from draft_trainer.ingest.ingest import Ingest
 from draft_trainer.ingest.run import Runs
 from draft_trainer.ingest.store import SampleStore
 from draft_trainer.ingest.teacher import TeacherCheck
-from draft_trainer.recordings.recorder import Recorder
 from draft_trainer.releases.fleet import Fleet
 from draft_trainer.releases.gate import Gate
 from draft_trainer.releases.imports import Imports
@@ -135,19 +134,14 @@ class TrainerServer:
         self._watch = AcceptanceWatch(self._fleet, economy.served)
         server = config.server
         ids = head.target_ids().cpu()
-        folder = config.recording.directory
-        self._recorder = (
-            Recorder(folder, config.recording, draft, ids, self._counters) if folder else None
-        )
         memory = Path(server.shared_memory) if server.shared_memory else None
         for name in remove_stale(memory) if memory else ():
             logger.warning("removed %s, which a killed bridge left", name)
         ingest = Ingest(
             *(expected, self._store, self._counters, TeacherCheck(ids), arrived, memory),
-            on_accepted=self._recorder.offer if self._recorder else None,
             wanted=partial(_wanted_tokens, config, economy, self._fleet),
         )
-        self._status = Status(
+        self.status = Status(
             self._counters,
             self.runs,
             self._store,
@@ -198,7 +192,7 @@ class TrainerServer:
                 *(registry, self.runs, gate, self._pointer, config.draft),
                 on_promoted=self._reconciler.released,
             ),
-            self._status,
+            self.status,
             self._workers,
         )
         self._listen()
@@ -211,15 +205,13 @@ class TrainerServer:
 
     def start(self) -> None:
         """Serve, train and publish until ``stop``."""
-        self._status.events.note(
+        self.status.events.note(
             "trainer_started",
             draft_version=self._pointer.now.promoted,
             policy_version=self._policy_version(),
             reason=f"version {code_version()}",
         )
         self._event_loop.run(self._serve())
-        if self._recorder:
-            self._recorder.start()
         self.loop.start()
         self._reconciler.start()
 
@@ -235,7 +227,7 @@ class TrainerServer:
 
     def _stop(self) -> bool:
         deadline = time.monotonic() + self._config.server.shutdown_timeout_s
-        self._status.events.note("trainer_stopped")
+        self.status.events.note("trainer_stopped")
         # Calls in progress get half of the time, and are then cancelled.
         stopped = self._event_loop.submit(self._stop_serving(_left(deadline) / 2))
         # All are told at once: a gate or a publish under way may take the rest of the time.
@@ -244,8 +236,6 @@ class TrainerServer:
         try:
             clean = _ended(stopped, _left(deadline))
             clean = self._event_loop.close(_left(deadline)) and clean
-            if self._recorder:
-                clean = self._recorder.stop(_left(deadline)) and clean
             self._workers.close()
             clean = self._reconciler.stop(_left(deadline)) and clean
             self._fleet.close()
@@ -268,7 +258,7 @@ class TrainerServer:
 
     def _training_died(self) -> None:
         reason = self._counters.training_error
-        self._status.events.note("training_failed", reason=reason)
+        self.status.events.note("training_failed", reason=reason)
         self.died.set()
 
     def _open_samples(self, economy: Economy) -> None:
@@ -298,8 +288,8 @@ class TrainerServer:
         self._event_loop = LoopThread("grpc")
         try:
             self.address = self._event_loop.run(self._bind())
-            metrics = trainer_registry(self._counters, self._status.read, access.refusals)
-            self._web = serve_web(self._status, metrics, access, server.host, server.metrics_port)
+            metrics = trainer_registry(self._counters, self.status.read, access.refusals)
+            self._web = serve_web(self.status, metrics, access, server.host, server.metrics_port)
         except BaseException:
             self._event_loop.run(self._grpc.stop(0.0))
             self._event_loop.close(_STOP_SECONDS)
@@ -328,7 +318,7 @@ class TrainerServer:
     async def _keep_history(self) -> None:
         while True:
             try:
-                await self._workers.run(self._status.keep_snapshot)
+                await self._workers.run(self.status.keep_snapshot)
             except RuntimeError:
                 # No thread could be started; the next time one may be.
                 logger.exception("a snapshot of the status was not kept")

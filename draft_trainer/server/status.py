@@ -31,6 +31,7 @@ from slipstream.metrics import code_version
 from slipstream.readiness import not_ready_text
 from slipstream.v1 import console_pb2 as console
 from slipstream.v1 import draft_trainer_pb2 as pb
+from slipstream.v1 import release_pb2
 from slipstream.v1 import rollout_server_pb2 as rollout
 
 logger = logging.getLogger(__name__)
@@ -235,10 +236,11 @@ class Status:
 
     def history(self) -> pb.History:
         """Return the snapshots and the gate results that are kept."""
-        return pb.History(
-            snapshots=self.state.history.snapshots(),
-            verdicts=self.state.gate_results.newest(0),
-        )
+        return pb.History(snapshots=self.state.history.snapshots(), verdicts=self.verdicts())
+
+    def verdicts(self) -> list[release_pb2.Verdict]:
+        """Return the gate's verdicts that are kept, oldest first."""
+        return self.state.gate_results.newest(0)
 
     def read(self) -> pb.TrainerStatus:
         """Return the status now."""

@@ -86,14 +86,12 @@ class Learner:
     Args:
         head: trained in place, on its device.
         config: [training].
-        schedule: of the learning rate; that of ``config``, without decay, if None.
     """
 
     def __init__(
         self,
         head: Draft,
         config: TrainingConfig,
-        schedule: Schedule | None = None,
     ) -> None:
         self.head = head.float()
         self.config = config
@@ -102,7 +100,7 @@ class Learner:
         self.anchors_trained = 0
         self.steps_since_restart = 0
         self.pace = Pace()
-        self._schedule = schedule or Schedule(config.learning_rate, config.warmup_steps)
+        self._schedule = Schedule(config.learning_rate, config.warmup_steps)
         self._weights = step_weights(config.ttt_steps, config.step_weight_decay)
         self._optimizer = DraftOptimizer(head, config)
         self._pass_tokens = config.forward_tokens
@@ -161,7 +159,7 @@ class Learner:
         if not skipped and not self.pace.measured:
             self.pace.begin(columns["acceptance"])
         since = self.config.warmup_steps if self.pace.halvings < 0 else self.steps_since_restart
-        rate = self._schedule.rate(self.steps, since) * self.pace.rate
+        rate = self._schedule.rate(since) * self.pace.rate
         self.steps_skipped += not finite
         if not skipped:
             self._wait_for_copy()

@@ -91,6 +91,7 @@ class TrainingLoop:
 
     def start(self) -> None:
         """Begin. Once only."""
+        self.counters.idle = False
         self._thread.start()
 
     def stop(self, timeout: float) -> bool:
@@ -130,6 +131,8 @@ class TrainingLoop:
                 self._consider(run)
                 self._sleep()
                 continue
+            # Before a draw: what is idle has nothing left that a draw took, and gated it.
+            self.counters.idle = False
             drawn = self._stored(partial(self._draw, run))
             if drawn is None:
                 self._stopping.wait(_RETRY_S)
@@ -138,7 +141,6 @@ class TrainingLoop:
                 self._consider(run)
                 self._sleep()
                 continue
-            self.counters.idle = False
             if run.run_id != self.position.run_id:
                 self._begin_run(run)
             shortage = ""

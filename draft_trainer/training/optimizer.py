@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -11,7 +10,6 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from draft_trainer.config import TrainingConfig
 from draft_trainer.drafters import Draft
-from slipstream.errors import RefusedError
 
 _BETAS = (0.9, 0.95)
 _MOMENTS = ("step", "exp_avg", "exp_avg_sq")
@@ -19,45 +17,19 @@ _MOMENTS = ("step", "exp_avg", "exp_avg_sq")
 
 @dataclass(frozen=True)
 class Schedule:
-    """Linear warm-up, then a constant rate, or a cosine to a floor over a known number of steps.
+    """Linear warm-up, then a constant rate.
 
     Attributes:
         peak: the rate after warm-up.
         warmup_steps: steps of linear warm-up after every (re)start of the optimizer's moments.
-        decay_steps: applied steps, warm-up included, after which the floor is reached; 0 for a
-            constant rate, as a moving policy needs.
-        floor: the last rate as a share of ``peak``, in [0, 1].
-        decay_share: the cosine takes this share of ``decay_steps``, the last; before it the rate is
-            constant. In (0, 1].
     """
 
     peak: float
     warmup_steps: int = 0
-    decay_steps: int = 0
-    floor: float = 0.1
-    decay_share: float = 1.0
 
-    def __post_init__(self) -> None:
-        if self.decay_steps and self.decay_steps <= (found := self.warmup_steps):
-            expected = f"fewer than the {self.decay_steps} steps of this training"
-            raise RefusedError(
-                "training.warmup_steps", found, expected, "train longer, or lower it"
-            )
-
-    def rate(self, step: int, since_restart: int) -> float:
-        """Return the rate of the next optimizer step.
-
-        Args:
-            step: steps applied so far.
-            since_restart: steps applied since the moments were last reset.
-        """
-        warmth = min((since_restart + 1) / (self.warmup_steps + 1), 1.0)
-        if not self.decay_steps:
-            return self.peak * warmth
-        begin = max(self.decay_steps * (1.0 - self.decay_share), self.warmup_steps)
-        done = (step - begin) / (self.decay_steps - begin)
-        cosine = 0.5 * (1.0 + math.cos(math.pi * min(max(done, 0.0), 1.0)))
-        return self.peak * warmth * (self.floor + (1.0 - self.floor) * cosine)
+    def rate(self, since_restart: int) -> float:
+        """Return the rate of the next optimizer step, by the steps since the moments' reset."""
+        return self.peak * min((since_restart + 1) / (self.warmup_steps + 1), 1.0)
 
 
 class DraftOptimizer:

@@ -99,7 +99,7 @@ def _run(options: argparse.Namespace, seed: int, directory: Path, began: float) 
     trainer = draft_trainer(
         directory,
         server.control,
-        _settings(options, seed, directory),
+        _settings(options, seed),
         draft=options.draft,
         metrics_port=ports["metrics"],
     )
@@ -242,8 +242,7 @@ def _ngram_speed(
     table.note("")
 
 
-def _settings(options: argparse.Namespace, seed: int, directory: Path) -> Settings:
-    states = {"directory": str((directory / "states").resolve())}
+def _settings(options: argparse.Namespace, seed: int) -> Settings:
     return {
         "draft": {"kind": options.draft_kind, "policy": str(options.policy.resolve())},
         "replay": {"capacity_bytes": 512 << 20, "held_out_fraction": 0.2, "max_epochs": 6},
@@ -266,7 +265,6 @@ def _settings(options: argparse.Namespace, seed: int, directory: Path) -> Settin
         "canary": {"enabled": False},
         # The comparison needs an adapted draft, whether or not it pays in a run this short.
         "economy": {"mode": "always"},
-        "recording": states if options.record else {},
     }
 
 
@@ -298,11 +296,6 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         # About ten seconds each.
         default=3,
         help="interleaved rounds of the final speed comparison; 0 leaves it out",
-    )
-    parser.add_argument(
-        "--record",
-        action="store_true",
-        help="keep the accepted states (about 1 GB), for draft-trainer fit",
     )
     parser.add_argument(
         "--watch",

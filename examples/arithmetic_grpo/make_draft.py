@@ -1,10 +1,10 @@
-"""Makes an example's draft of any mechanism: records the policy's states, begins, trains.
+"""Makes an example's draft of any mechanism: begins, and warms it up on the policy's rollouts.
 
-An EAGLE-3 draft begins as ``draft-trainer init`` makes it, with the tokens that were recorded most
-often as its vocabulary; a DFlash draft with a mask that the task's vocabulary leaves over; an MTP
-head with random weights, beside the policy in Qwen3-Next's notation; a draft model with the
-policy's first layers. ``draft-trainer fit`` trains it. A block draft is trained with as many places
-as it is served with, because their number is a part of the function. Two cores need some minutes.
+An EAGLE-3 draft begins as ``draft-trainer warmup`` makes it, with the commonest tokens of the
+rollouts as its vocabulary; a DFlash draft with a mask that the task's vocabulary leaves over; an
+MTP head with random weights, beside the policy in Qwen3-Next's notation; a draft model with the
+policy's first layers. A block draft is trained with as many places as it is served with, because
+their number is a part of the function. Two cores need some minutes.
 
 Run ``python -m examples.arithmetic_grpo.make_draft --out DIR`` from the repository root.
 """
@@ -12,20 +12,18 @@ Run ``python -m examples.arithmetic_grpo.make_draft --out DIR`` from the reposit
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 from transformers import AutoModelForCausalLM
 
 from draft_trainer.cli.main import main as draft_trainer
 from draft_trainer.drafters import DRAFTERS
 from draft_trainer.files import check_free
-from draft_trainer.offline.record import Recorder
-from draft_trainer.offline.report import progress_of
 from examples.arithmetic_grpo import task as arithmetic
 from examples.arithmetic_grpo.make_mtp import first_layers, new_head, policy_with_mtp
 from examples.arithmetic_grpo.sampling import solutions
@@ -38,20 +36,15 @@ LAYERS = 2
 """The layers of a new DFlash draft, and of a draft model."""
 
 
-def record(
-    task: Task[Any], policy: Path, states: Path, count: int, seed: int, aux: tuple[int, ...] | None
-) -> None:
-    """Solve ``count`` problems at temperature 1 and record the policy's states for each."""
+def write_rollouts(task: Task[Any], policy: Path, path: Path, count: int, seed: int) -> Path:
+    """Solve ``count`` problems at temperature 1; the rollouts as ``draft-trainer warmup`` reads
+    them."""
     model = AutoModelForCausalLM.from_pretrained(policy, dtype=torch.float32).eval()
-    console, done = Console(stderr=True), 0
-    with (
-        Recorder(model, states, aux_layer_ids=aux) as recorder,
-        progress_of(console, "recording rollouts") as (bar, bar_id),
-    ):
-        for rollouts in solutions(model, count, seed, task):
-            recorder.add(rollouts)
-            done += len(rollouts)
-            bar.update(bar_id, completed=done, total=count)
+    with path.open("w") as file:
+        for part in solutions(model, count, seed, task):
+            for prompt, completion in part:
+                print(json.dumps({"prompt": prompt, "completion": completion}), file=file)
+    return path
 
 
 def run(*arguments: object) -> None:
@@ -62,10 +55,8 @@ def run(*arguments: object) -> None:
         sys.exit(code)
 
 
-def initial(
-    kind: str, policy: Path, folder: Path, seed: int, vocabulary: int, parallel: bool = False
-) -> Path:
-    """An untrained draft below ``folder``, which holds the recorded states."""
+def initial(kind: str, policy: Path, folder: Path, seed: int, parallel: bool = False) -> Path:
+    """An untrained draft below ``folder``, of any mechanism but EAGLE-3."""
     out = folder / "initial"
     if kind == "mtp":
         out.mkdir()
@@ -74,14 +65,36 @@ def initial(
         return out
     if kind == "draft_model":
         return first_layers(policy, out, LAYERS, VOCAB_SIZE - 1 if parallel else None)
-    shape: tuple[object, ...]
-    if kind == "dflash":
-        aux = ",".join(map(str, AUX_LAYERS))
-        shape = ("--mask-token", VOCAB_SIZE - 1, "--layers", LAYERS, "--aux-layers", aux)
-    else:
-        shape = ("--draft-vocab", vocabulary, "--states", folder / "states")
+    aux = ",".join(map(str, AUX_LAYERS))
+    shape = ("--mask-token", VOCAB_SIZE - 1, "--layers", LAYERS, "--aux-layers", aux)
     run("init", "--policy", policy, "--draft-kind", kind, *shape, "--seed", seed, "--out", out)
     return out
+
+
+def configuration(folder: Path, epochs: int, threads: int, block: bool) -> Path:
+    """The trainer's configuration of a warm-up: the example's figures.
+
+    Args:
+        folder: that it is written to.
+        epochs: passes over the rollouts.
+        threads: of torch.
+        block: whether a draft proposes all places at once.
+    """
+    path = folder / "warmup.toml"
+    # bfloat16 is twice as fast on current CPUs; master weights are float32.
+    training = [f"threads = {threads}", 'compute_dtype = "bfloat16"']
+    if block:
+        training.append(f"ttt_steps = {DRAFT_LENGTH}")
+    path.write_text(
+        "\n".join(
+            [
+                *("[training]", *training),
+                *("[replay]", f"max_epochs = {epochs}"),
+                *("[publish]", f"num_speculative_tokens = {DRAFT_LENGTH}", ""),
+            ]
+        )
+    )
+    return path
 
 
 def main(
@@ -114,26 +127,22 @@ def main(
 
     check_free(options.out, "--out")
     torch.set_num_threads(options.threads)
-    kind, seed = options.draft_kind, options.seed
+    kind, seed, policy = options.draft_kind, options.seed, options.policy
     epochs = options.epochs or (3 if kind == "eagle3" else 4)
-    layers: dict[str, tuple[int, ...] | None] = {"eagle3": aux, "dflash": AUX_LAYERS}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        states = folder / "states"
-        record(task, options.policy, states, options.rollouts, seed, layers.get(kind, ()))
-        draft = initial(kind, options.policy, folder, seed, vocabulary, options.parallel)
-        # bfloat16 is twice as fast on current CPUs; master weights are float32.
-        how = ("--learning-rate", 2e-3, "--batch-tokens", 512, "--compute-dtype", "bfloat16")
-        more: dict[str, tuple[object, ...]] = {
-            "dflash": ("--ttt-steps", DRAFT_LENGTH),
-            "draft_model": (
-                *("--policy", options.policy),
-                *(("--ttt-steps", DRAFT_LENGTH) if options.parallel else ()),
-            ),
-        }
-        length = ("--draft-length", DRAFT_LENGTH, *more.get(kind, ()))
-        fit = ("--epochs", epochs, "--draft-kind", kind, "--seed", seed, *length, *how)
-        run("fit", "--draft", draft, "--states", states, *fit, "--out", options.out)
+        file = write_rollouts(task, policy, folder / "rollouts.jsonl", options.rollouts, seed)
+        config = configuration(
+            folder, epochs, options.threads, block=kind == "dflash" or options.parallel
+        )
+        if kind == "eagle3":
+            begin: tuple[object, ...] = ("--draft-vocab", vocabulary)
+            if aux is not None:
+                begin += ("--aux-layers", ",".join(map(str, aux)))
+        else:
+            begin = ("--draft", initial(kind, policy, folder, seed, options.parallel))
+        how = ("--draft-kind", kind, "--config", config, "--seed", seed, *begin)
+        run("warmup", "--policy", policy, "--rollouts", file, *how, "--out", options.out)
 
 
 if __name__ == "__main__":

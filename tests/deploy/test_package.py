@@ -27,7 +27,7 @@ pytestmark = pytest.mark.slow
 
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 PROJECT = PYPROJECT["project"]
-RECORD = ["record", "--policy", "x", "--out", "y", "--rollouts", "z"]
+WARMUP = ["warmup", "--policy", "x", "--out", "y", "--rollouts", "z"]
 Run = Callable[..., subprocess.CompletedProcess[str]]
 
 
@@ -151,7 +151,7 @@ def test_console_help_and_version(run: Run, program: str) -> None:
     ("program", "package", "arguments", "command"),
     [
         ("draft-trainer", "tyro", ["serve"], "'slipstream-rl[trainer]'"),
-        ("draft-trainer", "transformers", RECORD, "'slipstream-rl[record]'"),
+        ("draft-trainer", "transformers", WARMUP, "'slipstream-rl[warmup]'"),
         ("rollout-server", "vllm", ["serve", "x"], "python -m rollout_server.install_cpu"),
     ],
 )

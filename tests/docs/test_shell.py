@@ -62,8 +62,8 @@ READ_AS = {"/models/": "models/", "/var/lib/slipstream/": "var/"}
 NOT_RUN = ("docker", "kubectl", "make", "pip", "ray", "torchrun")
 """Programs of others: what they read is tested in tests/deploy."""
 BEFORE = {
-    # Two ways to one recording.
-    ("operations.md", "draft-trainer record --policy POLICY --prompts"): "rm -r STATES",
+    # Two ways to one draft.
+    ("operations.md", "draft-trainer warmup --policy POLICY --prompts"): "rm -r draft",
     # The page names every policy alike; this one has the vocabulary of the mask token.
     (
         "mechanisms.md",
@@ -121,7 +121,8 @@ class Answers(Completions):
     """A few tokens for every prompt."""
 
     def answer(self, body: dict[str, Any]) -> tuple[int, list[dict[str, Any]]]:
-        return 200, [choice(COMPLETION, [-1.0] * len(COMPLETION))] * body.get("n", 1)
+        # Without probabilities: those of the page's policy are others.
+        return 200, [choice(COMPLETION, [None] * len(COMPLETION))] * body.get("n", 1)
 
 
 def random_policy(folder: Path, vocab: int) -> None:
@@ -161,10 +162,7 @@ def furnish(folder: Path, page: str) -> None:
         policy_with_head(folder / "models" / "the-policy")
         random_policy(folder / "models" / "large", 151936)
     elif page == "operations.md":
-        # As many tokens as the steps of a training with default settings need.
-        rollouts = [
-            {"prompt": [5, 7 + i // 64, 7 + i % 64], "completion": COMPLETION} for i in range(480)
-        ]
+        rollouts = [{"prompt": [5, 7, 7 + i], "completion": COMPLETION} for i in range(64)]
         (folder / "FILE").write_text("".join(f"{json.dumps(one)}\n" for one in rollouts))
         (folder / "POLICY").unlink()
         random_policy(folder / "POLICY", 128)

@@ -6,19 +6,35 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from draft_trainer.kernels.library import using_kernels
 from draft_trainer.releases import reconcile, watch
 from draft_trainer.server.app import TrainerServer
+from examples.arithmetic_grpo.sampling import solutions
+from examples.arithmetic_grpo.states import States, states_of
 from tests.draft_trainer.fleet_rig import Rig
-from tests.draft_trainer.recordings import record_tiny
 from tests.draft_trainer.rig import Client, feeding, make_config
+from tests.draft_trainer.warmup_rig import COUNT, Rollout
 
 
 @pytest.fixture(scope="session")
-def tiny_states(policy_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A recording of the trained tiny policy: 160 solutions. Not to be written to."""
-    return record_tiny(tmp_path_factory.mktemp("tiny") / "states", policy_dir, 160)
+def tiny_policy(policy_dir: Path) -> PreTrainedModel:
+    """The trained tiny policy. Not to be written to."""
+    return AutoModelForCausalLM.from_pretrained(policy_dir, dtype=torch.float32).eval()
+
+
+@pytest.fixture(scope="session")
+def drawn(tiny_policy: PreTrainedModel) -> list[Rollout]:
+    """Solutions of the trained tiny policy."""
+    return [one for part in solutions(tiny_policy, COUNT, seed=1) for one in part]
+
+
+@pytest.fixture(scope="session")
+def fresh(tiny_policy: PreTrainedModel) -> States:
+    """The trained tiny policy's states on other rollouts."""
+    return states_of(tiny_policy, [one for part in solutions(tiny_policy, 32, 2) for one in part])
 
 
 @pytest.fixture(autouse=True)

@@ -26,6 +26,7 @@ def refused(**sections: Any) -> RefusedError:
     ("sections", "field", "found", "expected", "next_step"),
     [
         ({"draft": {"registry": "r"}}, "draft.initial", "nothing", "a value", "add draft.initial"),
+        ({"recording": {}}, "recording", "an older release", "draft-trainer warmup", "remove"),
         ({"draft": {"x": 1}}, "draft.initial", "nothing", "a value", "(unknown key: draft.x)"),
         (
             {"training": {"learning_rat": 0.1}},

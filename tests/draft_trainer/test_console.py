@@ -63,10 +63,10 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
         # "The last minute" is that of the drafts, however long the tests take.
         drafted = server._watch.recent(WINDOW_SECONDS)
         server._watch.recent = lambda seconds: drafted  # type: ignore[method-assign]
-        server._status.economy.last = Decision(
-            *(5, False, "training does not pay: it saves 1 s", server._status.economy.figures)
+        server.status.economy.last = Decision(
+            *(5, False, "training does not pay: it saves 1 s", server.status.economy.figures)
         )
-        server._status.keep_snapshot()
+        server.status.keep_snapshot()
         port = int(server._web.url.rpartition(":")[2])
         yield Live(server.address, port, client, double)
     double.stop()

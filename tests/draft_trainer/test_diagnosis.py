@@ -318,7 +318,7 @@ def test_doctor_of_a_running_trainer(
         assert (
             "127.0.0.1:9 does not answer" in run(capsys, "status", "--address", server.address)[1]
         )
-        server._status.keep_snapshot()
+        server.status.keep_snapshot()
     assert sum("servers: 127.0.0.1:9 does not answer" in m for m in caplog.messages) == 1
 
 

@@ -211,3 +211,19 @@ def test_invalid_prompt_lengths_are_refused() -> None:
         ):
             windows.model(input_ids=ids)
             capture.ship(ids, loss_mask=ids > 4, prompt_lengths=lengths)
+
+
+def test_windows_of_named_sequences_have_their_names() -> None:
+    windows = Windows(make_model())
+    session = Session("s", LAYERS, torch.arange(VOCAB), MAX_TOKENS, None, ())
+    ids = torch.arange(2 * MAX_TOKENS).remainder(VOCAB).expand(2, -1)
+    for _ in range(2):
+        with windows.open(session=session) as capture, torch.no_grad():
+            windows.model(input_ids=ids)
+            capture.ship(ids, loss_mask=ids > 4, sample_ids=["a", "b"])
+    names = [sample.sample_id for sample in windows.samples]
+    first, again = names[: len(names) // 2], names[len(names) // 2 :]
+    assert sorted(first) == sorted(again) and len(set(first)) == len(first) > 2
+    assert {name.partition("+")[0] for name in first} == {"a", "b"}
+    offsets = {s.sample_id: int(s.positions[0]) for s in windows.samples}
+    assert all(int(name.partition("+")[2] or 0) == at for name, at in offsets.items())

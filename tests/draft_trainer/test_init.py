@@ -1,10 +1,9 @@
-"""``draft-trainer init``: a draft for the trained tiny policy, from its recorded states."""
+"""``draft-trainer init``: an untrained draft for a policy."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +16,8 @@ from draft_trainer.cli.main import main
 from draft_trainer.drafters.eagle3.checkpoint import Eagle3
 from draft_trainer.drafters.initial import choose_draft_vocabulary, init_dflash, init_draft
 from draft_trainer.drafters.rope import Rope
-from draft_trainer.recordings.recording import Recording
 from slipstream.errors import RefusedError
-from tests.draft_trainer.recordings import record_synthetic
-from tests.draft_trainer.synthetic import VOCAB, Policy, draft_vocab_ids
+from tests.draft_trainer.synthetic import VOCAB, draft_vocab_ids
 
 SIZES: dict[str, Any] = {
     "hidden_size": 16,
@@ -167,13 +164,11 @@ def test_read_policy_refuses_a_draft(tmp_path: Path, draft_dir: Path) -> None:
 
 def test_draft_vocabulary_takes_most_frequent_tokens() -> None:
     counts = torch.tensor([3, 0, 5, 3, 3, 9, 0, 0])
-    every = torch.arange(8)
-    assert choose_draft_vocabulary(counts, 3, every).tolist() == [0, 2, 5]
-    assert choose_draft_vocabulary(counts, 6, every).tolist() == [0, 1, 2, 3, 4, 5]
-    assert choose_draft_vocabulary(counts, 2, torch.tensor([1, 3, 4, 6])).tolist() == [3, 4]
+    assert choose_draft_vocabulary(counts, 3).tolist() == [0, 2, 5]
+    assert choose_draft_vocabulary(counts, 6).tolist() == [0, 1, 2, 3, 4, 5]
     for size in (0, 9):
         with pytest.raises(RefusedError, match="--draft-vocab"):
-            choose_draft_vocabulary(counts, size, every)
+            choose_draft_vocabulary(counts, size)
 
 
 def test_read_policy_of_hugging_face_layouts(tmp_path: Path, policy_dir: Path) -> None:
@@ -211,75 +206,36 @@ def test_read_policy_of_hugging_face_layouts(tmp_path: Path, policy_dir: Path) -
         read_policy(tmp_path)
 
 
-def test_init_from_recorded_states(
-    tmp_path: Path, policy_dir: Path, tiny_states: Path, capsys: pytest.CaptureFixture[str]
+def test_init_writes_a_draft_of_every_token(
+    tmp_path: Path, policy_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The chosen tokens, the share they cover, and a draft that reads back."""
-    given = ("--policy", policy_dir, "--states", tiny_states, "--draft-vocab", 40)
-    code, out, _ = init(capsys, *given, "--out", tmp_path / "draft")
-    assert code == 0
-    recording = Recording(tiny_states)
-    counts = Counter(
-        token
-        for sample in (recording[i] for i in range(len(recording)))
-        for token in sample.token_ids[sample.loss_mask].tolist()
-    )
-    expected = sorted(sorted(range(128), key=lambda token: (-counts[token], token))[:40])
+    code, out, _ = init(capsys, "--policy", policy_dir, "--out", tmp_path / "draft")
+    assert code == 0 and "draft vocabulary: all 128 tokens" in out
     head = Eagle3().read(tmp_path / "draft").draft()
-    assert head.target_ids().tolist() == expected
-    share = sum(counts[token] for token in expected) / counts.total()
-    assert 0.9 < share < 1.0
-    assert f"draft vocabulary 40 of 128 tokens, {share:.2%} of the {counts.total():,}" in out
-    assert head.config.aux_layer_ids == recording.facts.aux_layer_ids == (2, 5, 7)
-    rows = read_policy(policy_dir).lm_head[head.target_ids()]
+    assert head.target_ids().tolist() == list(range(128))
+    assert head.config.aux_layer_ids == (2, 5, 7)
+    rows = read_policy(policy_dir).lm_head
     assert torch.equal(head.lm_head.weight.bfloat16(), rows.bfloat16())
     # The same again, to the byte.
-    assert init(capsys, *given, "--out", tmp_path / "again")[0] == 0
+    assert init(capsys, "--policy", policy_dir, "--out", tmp_path / "again")[0] == 0
     for name in ("config.json", "model.safetensors"):
         assert (tmp_path / "draft" / name).read_bytes() == (tmp_path / "again" / name).read_bytes()
 
 
-def test_init_recording_of_another_policy_is_refused(
-    tmp_path: Path, policy_dir: Path, tiny_states: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    tensors = load_file(policy_dir / "model.safetensors")
-    rows = tensors["lm_head.weight"].float()
-    noise = torch.randn(rows.shape, generator=torch.Generator().manual_seed(0)) * rows.std()
-    recording = Recording(tiny_states)
-    for folder, lm_head in (("later", rows + 0.3 * noise), ("other", noise)):
-        (tmp_path / folder).mkdir()
-        (tmp_path / folder / "config.json").write_bytes((policy_dir / "config.json").read_bytes())
-        changed = tensors | {"lm_head.weight": lm_head.to(tensors["lm_head.weight"].dtype)}
-        save_file(changed, tmp_path / folder / "model.safetensors")
-    recording.check_policy(read_policy(policy_dir))
-    recording.check_policy(read_policy(tmp_path / "later"))
-    given = ("--policy", tmp_path / "other", "--states", tiny_states)
-    code, _, line = init(capsys, *given, "--out", tmp_path / "draft")
-    assert code == 2 and "lm_head: found rows with a cosine of" in line and "another policy" in line
-    assert not (tmp_path / "draft").exists()
-
-
 def test_init_refusals_leave_no_files(
-    tmp_path: Path,
-    policy_dir: Path,
-    tiny_states: Path,
-    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path, policy_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    record_synthetic(tmp_path / "other", Policy().samples(2), {1: Policy()})
-    out = tmp_path / "draft"
     there = tmp_path / "there"
     there.mkdir()
-    given: dict[str, object] = {"--policy": policy_dir, "--states": tiny_states, "--out": out}
+    given: dict[str, object] = {"--policy": policy_dir, "--out": tmp_path / "draft"}
     for changes, text in (
         ({"--out": there}, f"--out {there}: found something there"),
-        ({"--states": tmp_path}, "give one of the recordings in it: other"),
-        ({"--states": tmp_path / "other"}, "recorded policy's hidden_size: found 16, expected 192"),
-        ({"--aux-layers": "2,3"}, "auxiliary layers: found [2, 3] (after L layers), expected"),
-        ({"--states": None, "--draft-vocab": 64}, "give --states, or leave --draft-vocab out"),
+        ({"--aux-layers": "2,x"}, "--aux-layers: found '2,x'"),
+        ({"--aux-layers": "2,99"}, "--aux-layers: found [2, 99]"),
+        ({"--draft-kind": "dflash"}, "--mask-token: found nothing"),
     ):
-        options = {k: v for k, v in (given | changes).items() if v is not None}
-        code, printed, line = init(capsys, *(x for pair in options.items() for x in pair))
+        code, printed, line = init(capsys, *(x for pair in (given | changes).items() for x in pair))
         assert code == 2 and not printed
         assert text in line and "Next step: " in line, line
-        assert sorted(p.name for p in tmp_path.iterdir()) == ["other", "there"]
+        assert [p.name for p in tmp_path.iterdir()] == ["there"]
         assert not list(there.iterdir())

@@ -9,7 +9,6 @@ import torch
 
 from draft_trainer.config import TrainingConfig
 from draft_trainer.drafters.loss import step_weights
-from draft_trainer.offline.data import steps_of
 from draft_trainer.training.learner import Learner
 from draft_trainer.training.optimizer import Schedule
 from slipstream.errors import RefusedError
@@ -18,30 +17,11 @@ from tests.draft_trainer.synthetic import Policy, head
 CONFIG = TrainingConfig(learning_rate=3e-3, warmup_steps=2, weight_averaging=0.0, ttt_steps=3)
 
 
-def test_schedule_warm_up_constant_decay() -> None:
+def test_schedule_warm_up_then_constant() -> None:
     constant = Schedule(2e-3, warmup_steps=3)
-    assert [constant.rate(i, i) for i in (0, 1, 2, 3, 1000)] == pytest.approx(
+    assert [constant.rate(i) for i in (0, 1, 2, 3, 1000)] == pytest.approx(
         [5e-4, 1e-3, 1.5e-3, 2e-3, 2e-3]
     )
-    assert constant.rate(1000, 0) == pytest.approx(5e-4)
-    falling = Schedule(2e-3, warmup_steps=3, decay_steps=13, floor=0.1)
-    assert [falling.rate(i, i) for i in (0, 2, 3, 8, 13, 99)] == pytest.approx(
-        [5e-4, 1.5e-3, 2e-3, 1.1e-3, 2e-4, 2e-4]
-    )
-    rates = [falling.rate(i, i) for i in range(3, 14)]
-    assert rates == sorted(rates, reverse=True)
-    with pytest.raises(RefusedError, match="warmup_steps"):
-        Schedule(1.0, warmup_steps=5, decay_steps=5)
-
-
-def test_fit_order_draws_each_sample_once_per_epoch() -> None:
-    lengths = [5, 9, 3, 30, 7, 2, 8, 4]
-    steps = list(steps_of(lengths, 12, seed=7, epochs=3))
-    drawn = [[i for at, chosen in steps if at == epoch for i in chosen] for epoch in range(3)]
-    # Pinned: a run that is resumed after an upgrade of Python or torch must draw the same.
-    assert drawn[:2] == [[1, 5, 7, 3, 0, 6, 4, 2], [2, 4, 3, 7, 1, 6, 5, 0]]
-    assert sorted(drawn[2]) == list(range(8))
-    assert all(sum(lengths[i] for i in chosen) <= 12 or chosen == [3] for _, chosen in steps)
 
 
 def test_gradient_clipping_only_above_the_bound() -> None:

@@ -66,7 +66,7 @@ def test_pace_is_measured_at_first_step_and_saved() -> None:
     policy = Policy(0, 4.0)
     config = TrainingConfig(ttt_steps=2, learning_rate=3e-3)
     learner = Learner(head(0), config)
-    # Not restarted: an offline fit has a schedule of its own.
+    # Before a run begins: as the configuration says.
     assert learner.step(policy.samples(8), policy.heads()).learning_rate < 3e-3
     learner.restart_optimizer()
     metrics = learner.step(policy.samples(8), policy.heads())

@@ -343,7 +343,7 @@ def test_slow_state_db_stalls_no_other_call(tmp_path: Path) -> None:
         client.open()
         run = server.runs.current
         assert run is not None
-        with server._status.state.lock, open_channel(server.address) as channel:
+        with server.status.state.lock, open_channel(server.address) as channel:
             watch = client.stub.WatchEvents(asked, timeout=60)
             history = client.stub.GetHistory.future(console_pb2.GetHistoryRequest(), timeout=60)
             announced = pool.submit(client.announce, 4)

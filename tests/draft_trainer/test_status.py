@@ -211,10 +211,10 @@ def test_diagnosis_uses_newest_snapshots_with_samples(
         assert refused_are_a_problem()
         # In a long step of the loop no sample comes.
         for _ in range(2 * status.LATELY_SNAPSHOTS):
-            server._status.keep_snapshot()
+            server.status.keep_snapshot()
         assert refused_are_a_problem()
         client.send(*messages[9:])
-        server._status.keep_snapshot()
+        server.status.keep_snapshot()
         assert not refused_are_a_problem()
 
 

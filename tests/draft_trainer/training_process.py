@@ -10,24 +10,22 @@ from __future__ import annotations
 
 import argparse
 import os
+import random
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 
 from draft_trainer.config import TrainingConfig
 from draft_trainer.drafters import Draft
-from draft_trainer.offline.data import steps_of
 from draft_trainer.training.learner import Learner
-from draft_trainer.training.optimizer import Schedule
 from draft_trainer.training.training_state import StateStore, head_facts
 from tests.draft_trainer.synthetic import Policy, dflash_head, draft_model_head, head, mtp_head
 
 CONFIG = TrainingConfig(learning_rate=5e-3, warmup_steps=5, weight_averaging=0.9, ttt_steps=3)
-SCHEDULE = Schedule(5e-3, warmup_steps=5, decay_steps=60)
 
 HEADS: dict[str, Callable[[int], Draft]] = {
     "eagle3": head,
@@ -68,8 +66,8 @@ def train(folder: Path, epochs: int, kind: str, die_after: float | None = None) 
     samples = Policy(0, 4.0).samples(32)
     head = HEADS[kind](0)
     heads = Policy(0, 4.0).heads(rows=head.target_ids())
-    steps = list(steps_of([sample.tokens for sample in samples], 80, seed=7, epochs=epochs))
-    learner = Learner(head, CONFIG, SCHEDULE)
+    steps = steps_of([sample.tokens for sample in samples], epochs)
+    learner = Learner(head, CONFIG)
     # Not the test kills it: a test that is held up would find that the training has ended.
     dying = threading.Timer(die_after or 0.0, os.kill, (os.getpid(), signal.SIGKILL))
     store = StateStore(folder / "states", head_facts(head.config))
@@ -82,13 +80,27 @@ def train(folder: Path, epochs: int, kind: str, die_after: float | None = None) 
         if die_after is not None:
             dying.start()
         while done < len(steps):
-            batch, done = [samples[i] for i in steps[done][1]], done + 1
+            batch, done = [samples[i] for i in steps[done]], done + 1
             metrics = learner.step(batch, heads)
             store.save(learner.state_dict(), learner.steps, {"done": done})
             line = f"step {learner.steps} {metrics.loss.hex()} {metrics.anchors}"
             print(line, file=log, flush=True)
     dying.cancel()
     store.save(learner.state_dict(), learner.steps, {"done": done})
+
+
+def steps_of(lengths: Sequence[int], epochs: int) -> list[list[int]]:
+    """The samples of every step, 80 tokens at most; each sample once an epoch."""
+    rng, steps = random.Random(7), []
+    for _ in range(epochs):
+        tokens = 80
+        for sample in rng.sample(range(len(lengths)), len(lengths)):
+            tokens += lengths[sample]
+            if tokens > 80:
+                steps.append([])
+                tokens = lengths[sample]
+            steps[-1].append(sample)
+    return steps
 
 
 def die_at(text: str) -> None:

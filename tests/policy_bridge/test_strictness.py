@@ -128,6 +128,7 @@ def test_invalid_ship_call_is_logged_once(
         ("rollout_versions", [0, -1]),
         ("rollout_versions", [0.5, 1]),
         ("rollout_versions", -1),
+        ("sample_ids", ["a"]),
     ],
 )
 def test_invalid_per_sequence_numbers_cost_window(

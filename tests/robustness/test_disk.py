@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import subprocess
 import threading
 from collections.abc import Callable, Iterator
@@ -13,6 +14,8 @@ import grpc
 import pytest
 import torch
 
+from draft_trainer.cli.main import main
+from draft_trainer.drafters.eagle3.checkpoint import Eagle3
 from draft_trainer.server.app import TrainerServer
 from rollout_server.control.stages import Key, StageStore
 from slipstream.errors import RefusedError, refused_from
@@ -95,6 +98,30 @@ def test_trainer_full_disk_refused_by_name_then_recovers(tmp_path: Path, mount: 
         assert [ack.status for ack in again] == [accepted] * 5
 
 
+@pytest.mark.slow
+def test_warmup_full_disk_refused_by_name_then_goes_on(
+    tmp_path: Path, mount: Mount, policy_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    disk = mount(tmp_path / "disk", "size=22m")
+    config, file = tmp_path / "warmup.toml", tmp_path / "rollouts.jsonl"
+    config.write_text(
+        "[training]\nttt_steps = 3\nbatch_tokens = 128\nsteps_per_candidate = 8\n"
+        "state_every_steps = 4\n[replay]\ncapacity_bytes = 8388608\n"
+    )
+    lines = [{"prompt": [1, 7, one], "completion": [*range(8, 40)]} for one in range(8, 72)]
+    file.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    command = ["warmup", "--policy", policy_dir, "--rollouts", file, "--config", config]
+    command += ["--out", disk / "draft"]
+    assert main([*map(str, command)]) != 0
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert "No space left" in line and "Next step: " in line
+    assert Eagle3().read(disk / "draft").draft()
+    subprocess.run(["mount", "-o", "remount,size=80m", str(disk)], check=True)
+    assert main([*map(str, command)]) == 0
+    found = json.loads((disk / "draft" / "acceptance.json").read_text())
+    assert found["finished"] and found["acceptance_length"] > 1.2
+
+
 def no_space(error: RefusedError) -> bool:
     return "No space left" in error.found or "full" in error.found
 
@@ -104,7 +131,6 @@ def no_space(error: RefusedError) -> bool:
     [
         ("draft", "registry", "draft.registry"),
         ("replay", "directory", "replay.directory"),
-        ("recording", "directory", "recording.directory"),
     ],
 )
 def test_read_only_folder_refused_at_start(

@@ -38,7 +38,6 @@ def test_sample_files_readable_by_owner_only(tmp_path: Path) -> None:
     config = make_config(
         tmp_path,
         server={"shared_memory": str(memory)},
-        recording={"directory": str(tmp_path / "recordings")},
         replay={"directory": str(tmp_path / "made-before")},
     )
     before = os.umask(0o022)
@@ -49,7 +48,6 @@ def test_sample_files_readable_by_owner_only(tmp_path: Path) -> None:
             assert stat.S_IMODE(ring.stat().st_mode) == 0o600
             client.announce(1)
             assert len(client.send(*rollouts(3))) == 3
-            assert modes(tmp_path / "recordings") == {".": 0}
             found = modes(tmp_path / "made-before")
             assert found.pop(".") and "slipstream-samples.json" in found
             assert not any(found.values()), found
@@ -106,14 +104,14 @@ def test_ring_symlink_is_refused(tmp_path: Path) -> None:
 
 
 def test_client_names_never_become_paths(tmp_path: Path) -> None:
-    config = make_config(tmp_path, recording={"directory": str(tmp_path / "recordings")})
+    config = make_config(tmp_path)
     with running(config, train=False) as (_, client):
         client.open(run_id="../../../outside", policy=SPEC)
         client.announce(1)
         message = rollouts(1)[0].repacked(sample_id="../../sample")
         assert len(client.send(message)) == 1
     written = {p.relative_to(tmp_path).parts[0] for p in tmp_path.rglob("*")}
-    assert written <= {"initial", "registry", "samples", "recordings"}
+    assert written <= {"initial", "registry", "samples"}
     assert not list(tmp_path.parent.glob("outside*"))
 
 

@@ -1,0 +1,118 @@
+"""``draft-trainer init``: an untrained draft for a policy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from tyro.conf import arg
+
+from draft_trainer.cli.trainer import Count, Needed, at_least
+from slipstream.errors import RefusedError
+from slipstream.hub import local_folder
+
+if TYPE_CHECKING:
+    from draft_trainer.checkpoints import PolicyCheckpoint
+    from draft_trainer.drafters import Draft
+
+
+@dataclass(frozen=True, kw_only=True)
+class Init:
+    """Make a draft for a policy, or extract the policy's own MTP head.
+
+    By default, makes an untrained EAGLE-3 draft that vLLM loads: sizes, lm_head and final norm are
+    the policy's, and it can propose every token. With --draft-kind dflash, makes an untrained
+    DFlash draft, whose embeddings and lm_head are the policy's. With mtp, extracts only the
+    policy's MTP head. Train the draft with draft-trainer warmup --draft or draft-trainer serve.
+    """
+
+    policy: Needed
+    """The policy: a Hugging Face checkpoint (safetensors), or its name on the hub."""
+    out: Needed
+    """The draft; must not exist."""
+    aux_layers: Annotated[str | None, arg(metavar="L,L,L", help_behavior_hint="(optional)")] = None
+    """The draft reads after these decoder layers (default: 2, n // 2 and n - 3 of n)."""
+    intermediate_size: Count = None
+    """Width of the draft's MLP; by default the policy's."""
+    seed: Annotated[int, arg(metavar="N")] = 0
+    """Seed of the random weights."""
+    draft_kind: Literal["eagle3", "mtp", "dflash"] = "eagle3"
+    """The draft's mechanism."""
+    mask_token: Count = None
+    """dflash: id of a token that occurs in no text, to mark the positions of proposed tokens."""
+    layers: Count = None
+    """dflash: number of decoder layers (default 2)."""
+
+    def run(self) -> int:
+        """Writes the draft and prints what was made."""
+        from draft_trainer.checkpoints import read_policy
+        from draft_trainer.drafters import DRAFTERS
+        from draft_trainer.drafters.rope import Rope
+        from draft_trainer.files import check_free, folder_written_whole
+
+        at_least("--intermediate-size", self.intermediate_size, 1)
+        layers = None if self.aux_layers is None else layers_of(self.aux_layers)
+        check_free(self.out, "--out")
+        folder = local_folder(self.policy, "--policy")
+        if self.draft_kind == "mtp":
+            checkpoint = DRAFTERS["mtp"].read(folder)
+            with folder_written_whole(self.out) as temporary:
+                checkpoint.write(temporary)
+            print(f"{self.out}: {len(checkpoint.tensors)} tensors of the policy's MTP head")
+            return 0
+        policy = read_policy(folder)
+        made = self._dflash if self.draft_kind == "dflash" else self._eagle3
+        head, told = made(policy, layers)
+        told = "; ".join(filter(None, (told, Rope.of_draft(policy.config)[1])))
+        with folder_written_whole(self.out) as temporary:
+            DRAFTERS[head.kind].save(temporary, head)
+        print(
+            f"{self.out}: {sum(p.numel() for p in head.parameters()):,} parameters; auxiliary "
+            f"states after layers {', '.join(map(str, head.config.aux_layer_ids))}; {told}"
+        )
+        return 0
+
+    def _eagle3(
+        self, policy: PolicyCheckpoint, layers: tuple[int, ...] | None
+    ) -> tuple[Draft, str]:
+        """The draft, and its vocabulary in words."""
+        from draft_trainer.drafters.initial import init_draft
+
+        head = init_draft(
+            policy,
+            None,
+            aux_layer_ids=layers,
+            intermediate_size=self.intermediate_size,
+            seed=self.seed,
+        )
+        return head, f"draft vocabulary: all {head.config.vocab_size:,} tokens"
+
+    def _dflash(
+        self, policy: PolicyCheckpoint, layers: tuple[int, ...] | None
+    ) -> tuple[Draft, str]:
+        """The draft, and its depth in words."""
+        from draft_trainer.drafters.initial import init_dflash
+
+        at_least("--layers", self.layers, 1)
+        if self.mask_token is None:
+            expected = "the id of a token that no text has"
+            raise RefusedError("--mask-token", "nothing", expected, "choose a reserved token")
+        head = init_dflash(
+            policy,
+            self.mask_token,
+            layers=self.layers or 2,
+            aux_layer_ids=layers,
+            intermediate_size=self.intermediate_size,
+            seed=self.seed,
+        )
+        return head, f"{len(head.layers)} layers"
+
+
+def layers_of(text: str) -> tuple[int, ...]:
+    """The numbers of ``--aux-layers``. Raises RefusedError: they are none."""
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError as error:
+        raise RefusedError(
+            "--aux-layers", repr(text), "numbers as in 2,18,33", "separate them by commas"
+        ) from error

@@ -1,1 +1,0 @@
-"""``draft-trainer fit``: training on recorded states, with log, plot and progress."""

@@ -1,1 +1,0 @@
-"""Accepted samples kept on disk for ``draft-trainer init`` and ``fit``."""
