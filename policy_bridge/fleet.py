@@ -155,5 +155,5 @@ def _is_live(state: rollout_pb.ServerState, stage_id: str, version: int) -> bool
     return (
         state.HasField("policy_version")
         and state.policy_version == version
-        and stage_id not in state.staged
+        and all(stage.stage_id != stage_id for stage in state.staged)
     )

@@ -29,6 +29,7 @@ from rollout_server.control.control import DRAFT, POLICY, RolloutControl, Weight
 from rollout_server.control.service import ControlServer, RolloutService
 from rollout_server.control.stages import StageStore, WeightSource
 from rollout_server.vllm import api_server as app
+from rollout_server.vllm.engine import not_in_memory
 from rollout_server.vllm.plugins import Settings
 from rollout_server.vllm.standby import SAME
 from slipstream.checkpoints import load_tensors, read_layout
@@ -99,9 +100,8 @@ class MemoryEngine:
             raise self.failure
         return 0.0
 
-    async def read_back(self) -> str:
-        same = self.memory == SAME
-        return "" if same else f"draft read back from memory: worker 0: {self.memory}"
+    async def read_back(self) -> list[pb.NotReady]:
+        return not_in_memory([self.memory])
 
     def is_alive(self) -> bool:
         return True
@@ -234,6 +234,11 @@ class MemoryServer:
     def state(self) -> pb.ServerState:
         """The state of its control plane."""
         return self.run(self.control.state)
+
+    @property
+    def staged(self) -> list[str]:
+        """The ids of the stages that it holds."""
+        return [stage.stage_id for stage in self.state.staged]
 
     @property
     def live(self) -> dict[str, torch.Tensor]:

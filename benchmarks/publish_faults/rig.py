@@ -167,12 +167,12 @@ class Rig:
         while True:
             states = [self.state(index) for index in range(len(self._servers))]
             seen = {
-                (s.draft_version, s.draft_sha256 == wanted[s.draft_version], s.not_ready)
+                (s.draft_version, s.draft_sha256 == wanted[s.draft_version], not s.not_ready)
                 if s is not None
                 else None
                 for s in states
             }
-            if seen == {(aim, True, "")}:
+            if seen == {(aim, True, True)}:
                 return int(aim)
             assert time.monotonic() < deadline, f"not on one release: {states}"
             time.sleep(0.02)

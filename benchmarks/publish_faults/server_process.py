@@ -26,6 +26,7 @@ from rollout_server.vllm.launch import access_of, add_access_options
 from rollout_server.vllm.plugins import Settings
 from slipstream.errors import RefusedError
 from slipstream.serving.identity import Access
+from slipstream.v1 import rollout_server_pb2 as pb
 
 TRAFFIC = "traffic.json"
 """Steps per second and, by draft version ("": any other), the rate accepted at each position."""
@@ -81,7 +82,7 @@ class _Engine(MemoryEngine):
             _die()
         return result
 
-    async def read_back(self) -> str:
+    async def read_back(self) -> list[pb.NotReady]:
         if self._fault.take("damage"):
             self.memory = "differs"
         return await super().read_back()

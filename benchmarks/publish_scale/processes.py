@@ -12,6 +12,7 @@ from typing import Any
 
 from benchmarks.publish_faults.faults import following_on
 from benchmarks.publish_faults.rig import Rig
+from slipstream.readiness import not_ready_text
 from slipstream.v1 import rollout_server_pb2 as pb
 
 
@@ -101,7 +102,7 @@ def _judge(rig: ManyRig, victims: list[int]) -> str:
     while True:
         aim = rig.ask("wanted")["wanted"]
         seen = {
-            None if state is None else (state.draft_version, state.not_ready)
+            None if state is None else (state.draft_version, not_ready_text(state.not_ready))
             for state in rig.states(alive)
         }
         ready = {version for version, reason in filter(None, seen) if not reason}

@@ -221,7 +221,7 @@ def _servers(status: pb.TrainerStatus) -> Iterator[str]:
                 state.policy_version if state.HasField("policy_version") else DASH,
                 _length(drafted),
                 _shares(drafted.acceptance_per_position),
-                clean(server.error or state.not_ready),
+                clean(server.error or server.not_ready),
             ]
         )
     yield from table(rows)

@@ -154,16 +154,15 @@ class MatrixFiles:
         Raises:
             RefusedError: it is missing or damaged (DATA_LOSS).
         """
-        path = self._path(name)
+        path, expected = self._path(name), "the matrix of this SHA-256"
         try:
             matrix = self._mapped(path)
-            found = digest(matrix).hex()
         except (OSError, SafetensorError) as error:
-            found = str(error)
+            code = StatusCode.DATA_LOSS
+            raise RefusedError(str(path), error, expected, "send it", code) from error
+        found = digest(matrix).hex()
         if found != name:
-            raise RefusedError(
-                str(path), found, "the matrix of this SHA-256", "send it", StatusCode.DATA_LOSS
-            )
+            raise RefusedError(str(path), found, expected, "send it", StatusCode.DATA_LOSS)
         return matrix
 
     def keep_only(self, names: Set[str]) -> None:

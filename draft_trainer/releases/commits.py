@@ -232,12 +232,12 @@ def _committed(
     """Commit in one call; if its answer is lost, the server's state takes its place."""
     stage_ids = ([draft.stage_id] if draft is not None else []) + policy
     began = time.monotonic()
-    answer = client.commit(stage_ids)
+    answer = client.commit(stage_ids, with_policy=bool(policy))
     seconds = time.monotonic() - began
     if isinstance(answer, Failure) and answer.unknown_fate:
         state = client.state()
         if not isinstance(state, Failure):
-            live = not any(stage_id in state.staged for stage_id in stage_ids)
+            live = {stage.stage_id for stage in state.staged}.isdisjoint(stage_ids)
             live = live and (draft is None or state.draft_version == draft.version)
             known = state.HasField("policy_version") and state.policy_version == policy_version
             if live and (not policy or known):

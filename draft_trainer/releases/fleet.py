@@ -37,9 +37,6 @@ ASSUMED = (3, "probabilistic")
 LEFT_SECONDS = 60.0
 """A list of members may lack a server for a moment: for so long, what is asked of it goes on."""
 
-ASLEEP = ": asleep"
-"""In ``not_ready`` of a server that sleeps."""
-
 STAGES_AT_ONCE = 16
 """Servers that a release is sent to at a time: its bytes leave the trainer once for each."""
 
@@ -228,7 +225,11 @@ class Fleet:
         A trainer that died leaves them, and a connection that was cut before its abort.
         """
         strays = {
-            address: [i for i in state.staged if i.startswith("draft-") and i not in staged]
+            address: [
+                stage.stage_id
+                for stage in state.staged
+                if stage.kind == pb.STAGE_KIND_DRAFT and stage.stage_id not in staged
+            ]
             for address, state in states.items()
             if not isinstance(state, Failure)
         }

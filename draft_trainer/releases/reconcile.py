@@ -15,15 +15,16 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 
 from draft_trainer.releases.commits import put_on, stage_version_on
-from draft_trainer.releases.fleet import ASLEEP, STAGES_AT_ONCE
+from draft_trainer.releases.fleet import STAGES_AT_ONCE
 from draft_trainer.releases.publisher import Publisher
 from draft_trainer.releases.rollout_client import Failure, RolloutClient
 from draft_trainer.releases.watch import AcceptanceWatch
 from slipstream.errors import RefusedError
+from slipstream.readiness import not_ready_text
 from slipstream.v1 import rollout_server_pb2 as pb
 
 logger = logging.getLogger(__name__)
@@ -35,11 +36,8 @@ up to the second."""
 MOST_RECOMMITS = 2
 """Of one release on a server that serves nothing acceptable with it."""
 
-NOTHING_ACCEPTED = "acceptance length of draft"
-"""How ``not_ready`` of such a server begins."""
-
-LOST = "draft read back from memory"
-"""In ``not_ready`` of a server whose workers do not hold the draft."""
+LOST = frozenset({pb.NOT_READY_REASON_NOT_IN_MEMORY, pb.NOT_READY_REASON_ASLEEP})
+"""Reasons of a server whose workers do not hold the draft."""
 
 LOOK_SECONDS = 2.0
 """Between two looks at who belongs to the fleet where nothing is reconciled; after an error."""
@@ -56,10 +54,17 @@ LONGEST_WAIT = 60.0
 
 @dataclass
 class Divergence:
-    """What is wrong with a server, and when it may be tried again."""
+    """What is wrong with a server, and when it may be tried again.
+
+    Attributes:
+        reason: of the metrics.
+        text: for people.
+        against: why it is not ready; empty where it serves another release.
+    """
 
     reason: str = ""
     text: str = ""
+    against: frozenset[pb.NotReadyReason] = frozenset()
     attempts: int = 0
     not_before: float = 0.0
 
@@ -84,7 +89,7 @@ class Reconciler:
         self._read_back_at = 0.0
         self._stopping = threading.Event()
         self._give_up: tuple[int, str] | None = None
-        self._unpublished = Divergence()
+        self._unpublished, self._unpublished_version = Divergence(), -1
         # What the last process could not finish is published at the start.
         self._released = threading.Event()
         self._released.set()
@@ -139,7 +144,7 @@ class Reconciler:
             poor = [
                 address
                 for address, state in states.items()
-                if not isinstance(state, Failure) and _blames_draft(state.not_ready)
+                if not isinstance(state, Failure) and _blames_draft(_reasons(state))
             ]
             states |= fleet.each(lambda client: client.state(True), poor)
         fleet.abort_strays(states, waiting)
@@ -150,13 +155,16 @@ class Reconciler:
         given_up, live = set(), publisher.pointer.now.live
         blaming, serving = dict[str, str](), 0
         for address, state in states.items():
-            if not isinstance(state, Failure):
-                text, version = self._compare(address, state), state.draft_version
-                serving += version == live
-                if _blames_draft(text) and self._recommits[address, version] >= MOST_RECOMMITS:
-                    given_up.add(address)
-                    if version == live:
-                        blaming[address] = text
+            if isinstance(state, Failure):
+                continue
+            found, version = self._compare(address, state), state.draft_version
+            serving += version == live
+            if found is None or not _blames_draft(found.against):
+                continue
+            if self._recommits[address, version] >= MOST_RECOMMITS:
+                given_up.add(address)
+                if version == live:
+                    blaming[address] = found.text
         # A server that most others contradict is broken itself: it stays not ready.
         if 2 * len(blaming) > serving:
             self._give_up = (live, "; ".join(f"{a}, again: {t}" for a, t in blaming.items()))
@@ -165,7 +173,8 @@ class Reconciler:
         reached = [a for a in self._diverged if not isinstance(states[a], Failure)]
         late = [address for address in reached if self._diverged[address].not_before <= now]
         # One that sleeps is put right when it wakes up: no try before that counts.
-        left = given_up | {address for address in late if ASLEEP in self._diverged[address].text}
+        asleep = pb.NOT_READY_REASON_ASLEEP
+        left = given_up | {a for a in late if asleep in self._diverged[a].against}
         due = [address for address in late if address not in left][:STAGES_AT_ONCE]
         # A sync may have committed since they were looked at.
         stale = [address for address in due if self._diverged[address].reason != "not_ready"]
@@ -209,21 +218,22 @@ class Reconciler:
             **{"ready": ready, "current": current},
         }
 
-    def _compare(self, address: str, state: pb.ServerState) -> str:
-        """Note, and return, how a server differs from what is wanted on it; empty: it does not."""
+    def _compare(self, address: str, state: pb.ServerState) -> Divergence | None:
+        """Note, and return, how a server differs from what is wanted on it; None: it does not."""
         wanted = self._publisher.pointer.now.live
+        reasons = frozenset[pb.NotReadyReason]()
         if not self._publisher.payloads.is_served(state, wanted):
             same = state.draft_version == wanted
             reason = "other_content" if same else "other_version"
             text = f"serves {'another ' if same else ''}draft {state.draft_version}, not {wanted}"
         elif state.not_ready:
-            reason, text = "not_ready", state.not_ready
+            reason, text, reasons = "not_ready", not_ready_text(state.not_ready), _reasons(state)
         else:
             self._diverged.pop(address, None)
-            return ""
+            return None
         found = self._diverged.setdefault(address, Divergence())
-        found.reason, found.text = reason, text
-        return text
+        found.reason, found.text, found.against = reason, text, reasons
+        return found
 
     def _put_right(self, client: RolloutClient) -> pb.ServerState | Failure:
         publisher = self._publisher
@@ -249,7 +259,7 @@ class Reconciler:
     def _tried(self, address: str, answer: pb.ServerState | Failure) -> None:
         found, publisher = self._diverged[address], self._publisher
         wait = found.tried()
-        if _blames_draft(found.text) and not isinstance(answer, Failure):
+        if _blames_draft(found.against) and not isinstance(answer, Failure):
             self._recommits[address, answer.draft_version] += 1
         publisher.counters.healed(found.reason, not isinstance(answer, Failure))
         if isinstance(answer, Failure):
@@ -298,14 +308,18 @@ class Reconciler:
         if now.promoted == now.live or on != "promotion":
             self._unpublished = Divergence()
             return
-        if self._unpublished.text != str(now.promoted):
-            self._unpublished = Divergence(text=str(now.promoted))
+        if self._unpublished_version != now.promoted:
+            self._unpublished, self._unpublished_version = Divergence(), now.promoted
         self._unpublished.tried()
         for address, outcome in self._publisher.publish_promoted().outcomes.items():
             if outcome.error:
                 logger.warning("%s: %s", address, outcome.error)
 
 
-def _blames_draft(not_ready: str) -> bool:
-    """Whether a server accepts next to nothing of a draft that its workers do hold."""
-    return not_ready.startswith(NOTHING_ACCEPTED) and LOST not in not_ready
+def _reasons(state: pb.ServerState) -> frozenset[pb.NotReadyReason]:
+    return frozenset(found.reason for found in state.not_ready)
+
+
+def _blames_draft(reasons: Set[pb.NotReadyReason]) -> bool:
+    """Tell whether a server accepts next to nothing of a draft that its workers do hold."""
+    return pb.NOT_READY_REASON_NOTHING_ACCEPTED in reasons and not reasons & LOST

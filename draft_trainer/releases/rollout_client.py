@@ -35,7 +35,10 @@ FIGURES = ("engine_seconds", "speed_up")
 """Fields of a server's state that it measures of itself."""
 
 MAX_STAGED = 64
-"""Ids of stages that are read of one server's state; a server holds one or two."""
+"""Stages that are read of one server's state; a server holds one or two."""
+
+MAX_REASONS, MAX_WORKERS = 16, 64
+"""Reasons against a server that are read of its state, and workers that are read of a reason."""
 
 POLICY_SECONDS = 200.0
 """Deadline of a commit with a policy, which may be received within it. Above what a server gives
@@ -125,10 +128,15 @@ class RolloutClient:
             answer.bytes_received = min(answer.bytes_received, draft.nbytes)
         return answer
 
-    def commit(self, stage_ids: Sequence[str]) -> pb.ServerState | Failure:
-        """Make the named stages live in one worker call; the state after it."""
+    def commit(
+        self, stage_ids: Sequence[str], with_policy: bool = False
+    ) -> pb.ServerState | Failure:
+        """Make the named stages live in one worker call; the state after it.
+
+        With ``with_policy`` one of them is a policy, which may be received within the call.
+        """
         request, seconds = pb.CommitRequest(stage_ids=stage_ids), self._config.commit_timeout_s
-        if not all(stage_id.startswith("draft-") for stage_id in stage_ids):
+        if with_policy:
             seconds = max(seconds, POLICY_SECONDS)
         return self._changed(self._stub.Commit, request, seconds)
 
@@ -215,12 +223,17 @@ def drafts_wanted(state: pb.ServerState) -> bool:
 
 def cleaned(state: pb.ServerState) -> pb.ServerState:
     """A server's state with its texts bounded and on one line each, in place."""
-    for name in ("not_ready", "draft_sample_method", "draft_kind", "trainer"):
+    for name in ("draft_sample_method", "draft_kind", "trainer"):
         setattr(state, name, clean(getattr(state, name)))
     # One byte more than a checksum has: a longer one stays another than every release's.
     state.draft_sha256 = state.draft_sha256[:33]
     state.DiscardUnknownFields()
-    staged = [clean(stage_id) for stage_id in state.staged[:MAX_STAGED]]
-    del state.staged[:]
-    state.staged.extend(staged)
+    del state.staged[MAX_STAGED:]
+    for held in state.staged:
+        held.stage_id = clean(held.stage_id)
+    del state.not_ready[MAX_REASONS:]
+    for reason in state.not_ready:
+        del reason.workers[MAX_WORKERS:]
+        if not math.isfinite(reason.acceptance_length):
+            reason.ClearField("acceptance_length")
     return state

@@ -238,7 +238,7 @@ def _servers(status: TrainerStatus, config: TrainerConfig) -> Found:
             return PROBLEM, f"{name} does not answer: {server.error}", next_step
         if server.state.not_ready:
             next_step = "wait two minutes for the trainer to repair it; if it does not, restart it"
-            return PROBLEM, f"{name} is not ready: {server.state.not_ready}", next_step
+            return PROBLEM, f"{name} is not ready: {server.not_ready}", next_step
         if server.reachable and not drafts_wanted(server.state):
             next_step = "turn it on with SetSpeculation"
             return PROBLEM, f"{name} generates without drafts", next_step

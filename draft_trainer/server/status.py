@@ -28,6 +28,7 @@ from draft_trainer.state import Events, State
 from draft_trainer.training.economy import Economy
 from slipstream.errors import RefusedError
 from slipstream.metrics import code_version
+from slipstream.readiness import not_ready_text
 from slipstream.v1 import console_pb2 as console
 from slipstream.v1 import draft_trainer_pb2 as pb
 from slipstream.v1 import release_pb2
@@ -147,8 +148,9 @@ class FleetView:
         was_ready, drafted = not server.state.not_ready, drafts_wanted(server.state)
         server.error, server.reachable = "", True
         server.state.CopyFrom(state)
+        server.not_ready = not_ready_text(state.not_ready)
         if was_ready and state.not_ready:
-            self._note("server_not_ready", server, state.not_ready)
+            self._note("server_not_ready", server, server.not_ready)
         elif not was_ready and not state.not_ready:
             self._note("server_ready", server)
         if not first and drafted != drafts_wanted(state):

@@ -202,7 +202,7 @@ def _spec_bytes(spec: tensor_pb2.TensorSpec) -> int:
 
 
 SCHEMA_VERSION = 10
-"""10: refusals have reasons, by which both sides decide."""
+"""10: reasons of refusals, and of servers that are not ready, by which both sides decide."""
 
 
 def check_schema(found: int, whose: str, upgrade: str) -> None:

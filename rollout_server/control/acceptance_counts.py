@@ -260,18 +260,22 @@ class AcceptanceGuard:
         self._min_drafts = min_drafts
         self._window: tuple[int, int] | None = None
         self._start = (0, 0)
-        self._found = ""
+        self._found: list[pb.NotReady] = []
 
-    def check(self, version: int, commits: int) -> str:
-        """Return why the live draft is not to be trusted; empty if it is."""
+    def check(self, version: int, commits: int) -> list[pb.NotReady]:
+        """Return why the live draft is not to be trusted; nothing if it is."""
         counters = self._tracker.counters().get(version, pb.AcceptanceCounters())
         now = (counters.drafts, counters.accepted_tokens)
         if self._window != (version, commits):
-            self._window, self._found, self._start = (version, commits), "", now
+            self._window, self._found, self._start = (version, commits), [], now
         drafts, accepted = now[0] - self._start[0], now[1] - self._start[1]
         if drafts >= self._min_drafts:
-            bad = accepted < self.MIN_ACCEPTED * drafts
-            length = f"{1 + accepted / drafts:.2f} over {drafts} drafts"
-            self._found = f"acceptance length of draft {version} is {length}" if bad else ""
+            nothing = pb.NotReady(
+                reason=pb.NOT_READY_REASON_NOTHING_ACCEPTED,
+                draft_version=version,
+                acceptance_length=1 + accepted / drafts,
+                drafts=drafts,
+            )
+            self._found = [nothing] if accepted < self.MIN_ACCEPTED * drafts else []
             self._start = now
         return self._found

@@ -74,6 +74,12 @@ class Weights:
         source = WeightSource(tensors=tensors)
         return cls(kind, version, source, stage_id, trained_against, folder)
 
+    def as_held(self) -> pb.HeldStage:
+        """The message of a stage that is held."""
+        policy = pb.STAGE_KIND_POLICY_EXTERNAL if self.source.transfer else pb.STAGE_KIND_POLICY
+        kind = pb.STAGE_KIND_DRAFT if self.kind == DRAFT else policy
+        return pb.HeldStage(stage_id=self.stage_id, kind=kind, version=self.version)
+
     def same_content(self, other: Weights) -> bool:
         """Whether both would be indistinguishable once live."""
         return self._content == other._content
@@ -121,13 +127,13 @@ class RolloutControl:
         self._speculation_pays = True
         self._plain_steps_timed = False
         self.untrusted = asyncio.Event()
-        self._against: dict[str, str] = {}
+        self._against: dict[str, Sequence[pb.NotReady]] = {}
         self._trainer, self._claimed_at = "", -math.inf
         self._left_out_by = ""
 
     @property
-    def not_ready(self) -> str:
-        """Why no requests should be sent here; empty while the server is ready.
+    def not_ready(self) -> list[pb.NotReady]:
+        """Why no requests should be sent here; none while the server is ready.
 
         A server that is not ready still serves: a bad draft costs speed, and no wrong token unless
         its logits are NaN (docs/mechanisms.md). Balancers and operators see it, and the trainer
@@ -135,7 +141,7 @@ class RolloutControl:
         """
         told = self._left_out_by == self.trainer  # Nobody catches it up once that one is silent.
         sources = (source for source in sorted(self._against) if told or source != RELEASE)
-        return "; ".join(self._against[source] for source in sources)
+        return [reason for source in sources for reason in self._against[source]]
 
     @property
     def speculation_wanted(self) -> bool:
@@ -143,11 +149,9 @@ class RolloutControl:
         no_draft_pays = self._speculation_asked and not self._speculation_pays
         return self.speculation_enabled or self._plain_steps_timed or no_draft_pays
 
-    def report(self, source: str, reason: str) -> None:
-        """What ``source`` finds now; an empty reason withdraws what it found before."""
-        self._against[source] = reason
-        if not reason:
-            del self._against[source]
+    def report(self, source: str, found: Sequence[pb.NotReady] = ()) -> None:
+        """Take what ``source`` finds now in place of what it found before."""
+        self._against[source] = found
 
     def heard(self, trainer: str) -> None:
         """A trainer reads the state; its claim goes on if this server belongs to it."""
@@ -184,8 +188,10 @@ class RolloutControl:
         heard; a change of the draft ends it."""
         live, version = self.live[DRAFT].version, fleet_draft.version
         served = (live, self._draft_sha256()) == (version, fleet_draft.sha256)
-        text = f"serves {'another ' if live == version else ''}draft {live}, the fleet {version}"
-        self.report(RELEASE, "" if served else text)
+        other = pb.NotReady(
+            reason=pb.NOT_READY_REASON_OTHER_DRAFT, draft_version=live, fleet_draft_version=version
+        )
+        self.report(RELEASE, () if served else (other,))
         self._left_out_by = trainer
 
     def _draft_sha256(self) -> bytes:
@@ -200,7 +206,7 @@ class RolloutControl:
             trained_against_policy_version=draft.trained_against,
             policy_version=self.live[POLICY].version,
             previous_draft_version=None if previous is None else previous.version,
-            staged=list(self.staged),
+            staged=[weights.as_held() for weights in self.staged.values()],
             speculation_enabled=self.speculation_enabled,
             draft_commits=self.commits[DRAFT],
             policy_commits=self.commits[POLICY],
@@ -436,7 +442,7 @@ class RolloutControl:
             self.commits[weights.kind] += 1
             if weights.kind == DRAFT and weights.version is not None:
                 for source in (READ_BACK, ACCEPTANCE, RELEASE):
-                    self.report(source, "")
+                    self.report(source)
                 self.tracker.switch(weights.version, result.steps_before)
             elif weights.version is not None:
                 self.tracker.switch_policy(weights.version, result.steps_before, result.requests)

@@ -30,6 +30,7 @@ from rollout_server.control.stages import WeightSource
 from rollout_server.control.upload import BYTES_PER_SECOND, Upload
 from slipstream.client import TRAINER
 from slipstream.errors import RefusedError, StatusCode, clean
+from slipstream.readiness import not_ready_text
 from slipstream.serving.identity import Access
 from slipstream.serving.limits import CHUNK_MESSAGE_BYTES, Guard, Limit
 from slipstream.serving.server import GrpcServer, Workers, header_of
@@ -422,8 +423,8 @@ class ControlServer:
         found = self._guard.check(control.live[DRAFT].version or 0, control.commits[DRAFT])
         control.report(ACCEPTANCE, found)
         if control.not_ready != before:
-            now = f"not ready: {control.not_ready}" if control.not_ready else "ready again"
-            logger.warning("%s", now)
+            text = not_ready_text(control.not_ready)
+            logger.warning("%s", f"not ready: {text}" if text else "ready again")
 
     def _set_health(self, serving: bool) -> None:
         self._server.set_serving(serving)

@@ -17,8 +17,9 @@ from rollout_server.control.changes import (
 )
 from rollout_server.control.stages import WeightSource
 from rollout_server.control.step_costs import StepSum, StepSums
-from rollout_server.vllm.standby import READY, SAME, WORKING
+from rollout_server.vllm.standby import ASLEEP, READY, SAME, WORKING
 from slipstream.errors import RefusedError, StatusCode
+from slipstream.v1 import rollout_server_pb2 as pb
 
 APPLY_SECONDS = 120.0
 """Deadline of a commit in the workers; far above what the largest model needs."""
@@ -147,11 +148,9 @@ class VllmEngine:
         """Tokens to draft, by the number of requests in a step, from the next step on."""
         await self._call(CALL_SECONDS, "set_draft_lengths", list(lengths))
 
-    async def read_back(self) -> str:
-        """Why the draft in the workers' memory is not the one committed; empty if it is."""
-        found = await self._call_workers(CALL_SECONDS, "read_back")
-        wrong = [f"worker {n}: {state}" for n, state in enumerate(found) if state != SAME]
-        return f"draft read back from memory: {', '.join(wrong)}" if wrong else ""
+    async def read_back(self) -> list[pb.NotReady]:
+        """Say why the draft in the workers' memory is not the one committed; nothing if it is."""
+        return not_in_memory(await self._call_workers(CALL_SECONDS, "read_back"))
 
     async def step_sums(self) -> StepSums:
         """Steps and seconds of all engine cores since the start."""
@@ -202,6 +201,14 @@ class VllmEngine:
         return await _answers(
             method, seconds, [call(*what, engine=engine) for engine in core.core_engines]
         )
+
+
+def not_in_memory(found: Sequence[str]) -> list[pb.NotReady]:
+    """Turn what workers read back (``SAME``, ``DIFFERS``, ``ASLEEP``) into reasons."""
+    asleep = [worker for worker, state in enumerate(found) if state == ASLEEP]
+    other = [worker for worker, state in enumerate(found) if state not in (SAME, ASLEEP)]
+    reasons = (pb.NOT_READY_REASON_NOT_IN_MEMORY, other), (pb.NOT_READY_REASON_ASLEEP, asleep)
+    return [pb.NotReady(reason=reason, workers=workers) for reason, workers in reasons if workers]
 
 
 async def _answers(method: str, seconds: float, calls: Sequence[Awaitable[Any]]) -> list[Any]:

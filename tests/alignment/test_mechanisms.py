@@ -160,7 +160,7 @@ def test_swaps_with_requests_in_flight_are_lossless(case: Case) -> None:
     found = surprise(model_of(made.policy), tokens * len(sampled), [*chain(*sampled)])
     assert found.tokens > 2000 and found.worst < Z_BOUND, found
     state = live.stub.GetState(pb.GetStateRequest(read_back=True), timeout=60)
-    assert (state.draft_version, state.draft_commits, state.not_ready) == (SWAPS, SWAPS, "")
+    assert (state.draft_version, state.draft_commits, not state.not_ready) == (SWAPS, SWAPS, True)
     assert live.counters()[1].drafts > 0
     if made.kind != "draft_model":
         for name in OF_THE_POLICY:

@@ -17,7 +17,7 @@ from slipstream.v1 import release_pb2
 from slipstream.v1.console_pb2 import Diagnosis, ServerView, TrialView
 from slipstream.v1.draft_trainer_pb2 import TrainerStatus
 from slipstream.v1.release_pb2 import Verdict
-from slipstream.v1.rollout_server_pb2 import ServerState
+from slipstream.v1.rollout_server_pb2 import NOT_READY_REASON_ASLEEP, NotReady, ServerState
 from tests.draft_trainer.rig import make_config, rollouts, running, write_draft
 from tests.draft_trainer.synthetic import Policy
 from tests.draft_trainer.test_cli import run, write_config
@@ -232,6 +232,19 @@ FEW = "124 held-out anchors in 3 prompts, 200 in 4 are needed"
                 ]
             },
             *("servers", OK, "2 answer, 1 draft nothing: there no draft length pays", ""),
+        ),
+        (
+            {
+                "servers": [
+                    ServerView(
+                        address="a:1",
+                        reachable=True,
+                        state=ServerState(not_ready=[NotReady(reason=NOT_READY_REASON_ASLEEP)]),
+                        not_ready="it sleeps",
+                    )
+                ]
+            },
+            *("servers", PROBLEM, "a:1 is not ready: it sleeps", "restart it"),
         ),
         (
             {"trial": TrialView(draft_version=5, undecided="too little traffic")},

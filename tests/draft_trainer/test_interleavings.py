@@ -9,13 +9,14 @@ from collections.abc import Callable, Iterable
 import pytest
 
 from draft_trainer.config import CanaryConfig
-from draft_trainer.releases import fleet, reconcile
+from draft_trainer.releases import reconcile
 from draft_trainer.releases.confidence import Arm, Batch, decide
 from draft_trainer.releases.pointer import Good, Pointer
 from draft_trainer.releases.states import ReleaseEvent
 from draft_trainer.releases.trial import TrialResult, Trials
 from rollout_server.vllm.engine import VllmEngine
 from rollout_server.vllm.standby import ASLEEP, SAME
+from slipstream.v1 import rollout_server_pb2 as pb
 from tests.draft_trainer.fleet_rig import LONG, Rig
 
 pytestmark = [pytest.mark.usefixtures("no_backoff"), pytest.mark.contract("all or none")]
@@ -257,7 +258,7 @@ def test_heal_commits_release_wanted_after_staging(
     monkeypatch.setattr(reconcile, "stage_version_on", staged)
     rig.heal()
     assert rig.served == ([2, 2, 2] if what == "another release" else [1, 1, 1])
-    left = [i for d in rig.servers for i in d.state.staged if "healed" in i]
+    left = [i for d in rig.servers for i in d.staged if "healed" in i]
     assert left == []
 
 
@@ -373,7 +374,7 @@ def test_lost_worker_memory_does_not_blame_draft(make_rig: Callable[..., Rig]) -
         rig.servers[0].accept_nothing()
         rig.servers[0].engine.memory = "differs"
         rig.heal()
-        assert rig.servers[0].state.not_ready == ""
+        assert not rig.servers[0].state.not_ready
     assert rig.served == [1, 1] and rig.pointer.now.live == 1
 
 
@@ -385,16 +386,16 @@ def test_sleeping_server_is_healed_after_wake_up(rig: Rig) -> None:
         assert len(sleeper.calls) == calls
         sleeper.read_back(worker)
         rig.heal()
-    assert sleeper.state.not_ready == "" and len(sleeper.commits()) == 2
+    assert not sleeper.state.not_ready and len(sleeper.commits()) == 2
 
 
-def test_reconciler_knows_read_back_texts() -> None:
+def test_reconciler_knows_what_workers_read_back() -> None:
     class Sleeps(VllmEngine):
         async def _call_workers(self, seconds: float, method: str, *args: object) -> list[str]:
             return [SAME, ASLEEP]
 
-    said = asyncio.run(Sleeps(None).read_back())
-    assert said.startswith(reconcile.LOST) and fleet.ASLEEP in said
+    said = {found.reason for found in asyncio.run(Sleeps(None).read_back())}
+    assert said <= reconcile.LOST and pb.NOT_READY_REASON_ASLEEP in said
 
 
 def test_sync_after_roll_back_commits_policy_alone(

@@ -11,6 +11,7 @@ import pytest
 from benchmarks.publish_faults.memory_server import Faults, MemoryServer
 from draft_trainer.releases import fleet as fleets
 from draft_trainer.releases.rollout_client import DraftPayload, Failure, RolloutClient
+from slipstream.readiness import not_ready_text
 from slipstream.v1 import rollout_server_pb2 as pb
 from tests.draft_trainer.fleet_rig import LONG, Rig, fleet_events
 from tests.waiting import until
@@ -44,14 +45,14 @@ def test_server_that_is_gone_is_left_out_and_caught_up(four: Rig) -> None:
     assert four.pointer.now.live == 1 and four.pointer.now.intent is None
     assert fleet_events(four.counters) == {"committed": 1}
     assert ready(four) == {1}
-    assert gone.state.not_ready == "serves draft 0, the fleet 1"
+    assert not_ready_text(gone.state.not_ready) == "serves draft 0, the fleet 1"
     # It is not ready until it has the release, however often it cannot be caught up.
     for _ in range(2):
         four.heal()
         assert four.served == [1, 0, 1, 1] and ready(four) == {1}
     gone.faults = Faults()
     four.heal()
-    assert four.served == [1] * 4 and gone.state.not_ready == ""
+    assert four.served == [1] * 4 and not gone.state.not_ready
 
 
 def test_late_server_is_left_out_of_a_sync(make_rig: Callable[..., Rig]) -> None:
@@ -127,7 +128,7 @@ def test_left_out_server_is_ready_after_fleet_rolls_back(four: Rig) -> None:
     four.servers[1].faults = Faults()
     four.heal()
     assert four.served == [0] * 4
-    assert all(server.state.not_ready == "" for server in four.servers)
+    assert all(not server.state.not_ready for server in four.servers)
 
 
 def test_release_is_sent_to_few_servers_at_a_time(

@@ -196,7 +196,7 @@ def test_release_that_an_ended_sync_left_is_not_sent_again(rig: Rig) -> None:
     assert [server.bytes_received for server in rig.servers] == sent
     rig.pointer.offer(2)
     rig.publisher.prepare()
-    assert [list(server.state.staged) for server in rig.servers] == [["draft-2"]] * 3
+    assert [server.staged for server in rig.servers] == [["draft-2"]] * 3
     assert rig.publisher.complete(0, "").draft_version == 2 and rig.served == [2] * 3
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import grpc
@@ -9,6 +10,7 @@ import pytest
 
 from draft_trainer.releases.rollout_client import Failure
 from slipstream.errors import RefusedError
+from slipstream.readiness import not_ready_text
 from slipstream.v1 import rollout_server_pb2 as pb
 from tests.draft_trainer.fleet_rig import Rig
 from tests.draft_trainer.registry_rig import flip_bit
@@ -40,14 +42,23 @@ def test_server_texts_are_bounded_and_one_line(rig: Rig, caplog: pytest.LogCaptu
     evil = "x\n\x1b[2J2026 ERROR forged" + "y" * 100_000
 
     def lie(state: pb.ServerState) -> None:
-        state.not_ready = state.draft_kind = evil
+        state.draft_kind = evil
+        for number in range(100):
+            state.staged.add(stage_id=evil, kind=pb.STAGE_KIND_POLICY)
+            state.not_ready.add(
+                reason=10 + number,
+                acceptance_length=math.nan if number % 2 else 1e300,
+                workers=range(10_000),
+            )
 
     rig.servers[0].faults.lies = lie
     (state, *_) = rig.fleet.states().values()
     assert not isinstance(state, Failure)
-    for text in (state.not_ready, state.draft_kind):
+    for text in (state.draft_kind, *(stage.stage_id for stage in state.staged)):
         assert "forged" in text and len(text) < 1000 and text.isprintable()
-    assert state.ByteSize() < 4096
+    said = not_ready_text(state.not_ready)
+    assert len(said) < 1000 and said.isprintable() and "nan" not in said
+    assert len(state.not_ready) < 20 and state.ByteSize() < 65536
     rig.heal()
     assert ("healed", 1) in rig.events()
     rig.servers[0].faults.stage = evil[:4000]

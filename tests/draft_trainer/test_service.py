@@ -262,7 +262,7 @@ def test_sync_waits_for_publish_until_deadline(
             assert refusal(client.prepare).code is grpc.StatusCode.ABORTED
         assert not double.state.staged
         client.prepare()
-        assert double.state.staged == ["draft-0"]
+        assert double.staged == ["draft-0"]
 
 
 def test_sync_does_not_wait_for_dns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -282,7 +282,7 @@ def test_sync_does_not_wait_for_dns(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         client.open()
         monkeypatch.setattr(fleet, "look_up", silent)
         client.prepare()
-        assert double.state.staged == ["draft-0"], "the servers that were known"
+        assert double.staged == ["draft-0"], "the servers that were known"
 
 
 def test_stop_while_the_gate_judges(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -142,7 +142,8 @@ def test_fleet_changes_are_events_once(tmp_path: Path) -> None:
     log = State(tmp_path).events
     view = FleetView(log)
     up = rollout_server_pb2.ServerState(draft_version=2, speculation_enabled=True)
-    ill = rollout_server_pb2.ServerState(draft_version=2, not_ready="nothing is accepted")
+    ill = rollout_server_pb2.ServerState(draft_version=2)
+    ill.not_ready.add(reason=rollout_server_pb2.NOT_READY_REASON_ASLEEP, workers=[0])
     down = Failure("a:1: UNAVAILABLE", grpc.StatusCode.UNAVAILABLE)
     for answer in (down, down, up, up, ill, ill, up, down, down):
         view.looked({"a:1": answer})

@@ -16,6 +16,7 @@ from rollout_server.control.acceptance_counts import (
     tried,
 )
 from rollout_server.vllm import api_server as app
+from slipstream.readiness import not_ready_text
 
 
 @pytest.fixture
@@ -145,15 +146,16 @@ def test_acceptance_guard_judges_last_whole_window() -> None:
     tracker = AcceptanceTracker()
     tracker.start(3)
     guard = AcceptanceGuard(tracker, 100)
-    assert guard.check(3, 0) == ""
+    assert not guard.check(3, 0)
     tracker.record(99, 297, 0, [0, 0, 0])
-    assert guard.check(3, 0) == "", "too few drafts say nothing"
+    assert not guard.check(3, 0), "too few drafts say nothing"
     tracker.record(1, 3, 0, [0, 0, 0])
-    assert guard.check(3, 0) == "acceptance length of draft 3 is 1.00 over 100 drafts"
+    text = not_ready_text(guard.check(3, 0))
+    assert text == "acceptance length of draft 3 is 1.00 over 100 drafts"
     tracker.record(50, 150, 0, [0, 0, 0])
-    assert guard.check(3, 0) != ""
+    assert guard.check(3, 0)
     tracker.record(50, 150, 1, [1, 0, 0])
-    assert guard.check(3, 0) == ""
+    assert not guard.check(3, 0)
 
 
 @pytest.mark.parametrize(("accepted", "sound"), [(4, False), (5, True)])
@@ -164,7 +166,7 @@ def test_acceptance_guard_finds_draft_accepted_by_chance(accepted: int, sound: b
     guard = AcceptanceGuard(tracker, 1000)
     guard.check(3, 0)
     tracker.record(1000, 3000, accepted, [accepted, 0, 0])
-    assert (guard.check(3, 0) == "") is sound
+    assert (not guard.check(3, 0)) is sound
 
 
 def test_acceptance_guard_starts_new_window_on_commit() -> None:
@@ -173,7 +175,7 @@ def test_acceptance_guard_starts_new_window_on_commit() -> None:
     guard = AcceptanceGuard(tracker, 10)
     guard.check(3, 0)
     tracker.record(10, 30, 0, [0, 0, 0])
-    assert guard.check(3, 0) != ""
-    assert guard.check(3, 1) == "", "the same release, committed again"
+    assert guard.check(3, 0)
+    assert not guard.check(3, 1), "the same release, committed again"
     tracker.record(9, 27, 0, [0, 0, 0])
-    assert guard.check(3, 1) == ""
+    assert not guard.check(3, 1)

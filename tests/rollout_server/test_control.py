@@ -24,6 +24,7 @@ from rollout_server.control.control import (
 )
 from rollout_server.control.stages import StageStore, WeightSource
 from slipstream.errors import RefusedError
+from slipstream.readiness import not_ready_text
 from slipstream.tensors import spec_of
 from slipstream.v1 import rollout_server_pb2 as pb
 
@@ -279,29 +280,34 @@ async def test_failed_switch_keeps_reported_speculation(plane: Plane) -> None:
     assert drafting() == (False, False)
 
 
+def said(control: RolloutControl) -> str:
+    return not_ready_text(control.not_ready)
+
+
 def test_not_ready_reasons_are_kept_by_source(plane: Plane) -> None:
     control = plane.control
-    assert control.not_ready == ""
-    control.report("b", "two")
-    control.report("a", "one")
-    assert control.not_ready == "one; two"
-    control.report("b", "")
-    control.report("never", "")
-    assert control.not_ready == "one"
+    one, two = (pb.NotReady(draft_version=version) for version in (1, 2))
+    assert not control.not_ready
+    control.report("b", [two])
+    control.report("a", [one])
+    assert control.not_ready == [one, two]
+    control.report("b")
+    control.report("never")
+    assert control.not_ready == [one]
 
 
 @pytest.mark.anyio
 async def test_commit_clears_not_ready_reasons_of_old_draft(plane: Plane) -> None:
     plane.engine.memory = "differs"
     await plane.control.read_back()
-    assert plane.control.not_ready == "draft read back from memory: worker 0: differs"
+    assert said(plane.control) == "draft read back from memory: worker 0: differs"
     await plane.control.commit([plane.stage(DRAFT, 1)])
-    assert plane.control.not_ready == ""
-    plane.control.report(ACCEPTANCE, "acceptance length of draft 1 is 1.00 over 608 drafts")
+    assert not plane.control.not_ready
+    plane.control.report(ACCEPTANCE, [pb.NotReady(draft_version=1, drafts=608)])
     await plane.control.roll_back()
-    assert plane.control.not_ready == ""
+    assert not plane.control.not_ready
     await plane.control.read_back()
-    assert plane.control.not_ready == ""
+    assert not plane.control.not_ready
 
 
 @pytest.mark.anyio
@@ -320,19 +326,19 @@ async def test_repeated_commit_keeps_roll_back_target(
 async def test_server_on_other_release_than_fleet_is_not_ready(plane: Plane) -> None:
     control = plane.control
     control.left_out(pb.FleetDraft(version=1, sha256=b"?" * 32))
-    assert control.not_ready == "serves draft 0, the fleet 1"
+    assert said(control) == "serves draft 0, the fleet 1"
     # Whatever is committed is newer than what was said.
     await control.commit([plane.stage(DRAFT, 1)])
-    assert control.not_ready == ""
+    assert not control.not_ready
     control.left_out(pb.FleetDraft(version=1, sha256=control.state().draft_sha256))
-    assert control.not_ready == "", "it serves it"
+    assert not control.not_ready, "it serves it"
     control.left_out(pb.FleetDraft(version=1, sha256=b"?" * 32))
-    assert control.not_ready == "serves another draft 1, the fleet 1", "other content"
+    assert said(control) == "serves another draft 1, the fleet 1", "other content"
     await control.roll_back()
-    assert control.not_ready == ""
+    assert not control.not_ready
     control.left_out(pb.FleetDraft(version=2))
     await control.commit([plane.stage(POLICY, 4)])
-    assert "fleet 2" in control.not_ready, "a policy changes nothing about it"
+    assert "fleet 2" in said(control), "a policy changes nothing about it"
 
 
 @pytest.mark.anyio
@@ -343,11 +349,11 @@ async def test_left_out_server_is_ready_when_its_trainer_falls_silent(
     control = plane.control
     control.check_claim("one", claims=True)
     control.left_out(pb.FleetDraft(version=1), "one")
-    assert control.not_ready == "serves draft 0, the fleet 1"
+    assert said(control) == "serves draft 0, the fleet 1"
     with monkeypatch.context() as patch:
         patch.setattr(control_module, "CLAIM_SECONDS", 0.0)
-        assert control.not_ready == ""
-    assert control.not_ready == "serves draft 0, the fleet 1", "it is heard again"
+        assert not control.not_ready
+    assert said(control) == "serves draft 0, the fleet 1", "it is heard again"
 
 
 @pytest.mark.anyio

@@ -307,5 +307,5 @@ def test_data_parallel_server_commits_under_load(  # type: ignore[no-untyped-def
                 live.generate(prompts(2))
     assert all(completions == plain for completions in rounds)
     state = live.stub.GetState(pb.GetStateRequest(read_back=True), timeout=60)
-    assert (state.draft_version, state.policy_version, state.not_ready) == (3, 3, "")
+    assert (state.draft_version, state.policy_version, not state.not_ready) == (3, 3, True)
     assert min(live.drafts()[version] for version in (1, 2, 3)) > 0

@@ -55,7 +55,11 @@ def test_external_policy_and_draft_commit_in_one_call(
     save_file(policy, tmp_path / "policy.safetensors")
     live.stage("draft", "draft-4", 4, draft)
     stage_external(live, "policy-9", 9, json.dumps({"path": str(tmp_path / "policy.safetensors")}))
-    assert set(live.state().staged) == {"draft-4", "policy-9"}
+    kinds = {stage.stage_id: stage.kind for stage in live.state().staged}
+    assert kinds == {
+        "draft-4": pb.STAGE_KIND_DRAFT,
+        "policy-9": pb.STAGE_KIND_POLICY_EXTERNAL,
+    }
     assert live.generate(long) == first, "nothing of it before the commit"
     live.commit("draft-4", "policy-9")
     state = live.state()

@@ -62,7 +62,8 @@ def as_found(
     policies = live.state().policy_commits
     drafts = live.state().draft_commits
     yield
-    live.stub.Abort(pb.AbortRequest(stage_ids=live.state().staged), timeout=30)
+    stages = [stage.stage_id for stage in live.state().staged]
+    live.stub.Abort(pb.AbortRequest(stage_ids=stages), timeout=30)
     if live.state().draft_commits != drafts:
         live.stage("draft", "found", 0, draft)
         live.commit("found")
@@ -82,7 +83,7 @@ def test_roll_back_restores_draft_without_upload(
 
     staged = live.stage("draft", "one", version, release, trained_against_policy_version=7)
     assert staged.bytes_received >= size
-    assert list(live.state().staged) == ["one"]
+    assert [stage.stage_id for stage in live.state().staged] == ["one"]
     assert live.state().draft_version == before.draft_version
     assert live.stage("draft", "one", version, release, trained_against_policy_version=7)
     again = live.stage("draft", "other-id", version, release)
@@ -151,7 +152,8 @@ def test_draft_swaps_under_load_keep_greedy_output(
             assert live.commit(f"swap-{version}").state.draft_version == version
     assert all(done == plain for done in rounds), "no request failed and no token differs"
     read = live.stub.GetState(pb.GetStateRequest(read_back=True), timeout=60)
-    assert (read.draft_version, read.not_ready) == (version, ""), "it is in the workers' memory"
+    assert read.draft_version == version
+    assert not read.not_ready, "it is in the workers' memory"
     counted = sum(drafts - before.get(version, 0) for version, drafts in live.drafts().items())
     vllm = live.metric("vllm:spec_decode_num_drafts_total", engine="0", model_name="policy")
     assert counted == vllm - vllm_before, "every draft is attributed to exactly one version"
@@ -283,7 +285,7 @@ def test_aborted_stage_cannot_be_committed(live: Live, draft: dict[str, torch.Te
     live.stage("draft", "gone", 3, perturbed(draft, scale=0.1, seed=2))
     for _ in range(2):
         live.stub.Abort(pb.AbortRequest(stage_ids=["gone", "never-was"]), timeout=30)
-        assert "gone" not in live.state().staged
+        assert "gone" not in [stage.stage_id for stage in live.state().staged]
     with pytest.raises(RefusedError):
         live.commit("gone")
 

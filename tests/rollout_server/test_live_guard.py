@@ -98,7 +98,7 @@ def test_read_back_matches_committed_draft(server: Live, guarded: Guarded) -> No
     live = server
     guarded.publisher.promote(1, pin=False)
     state = live.stub.GetState(pb.GetStateRequest(read_back=True), timeout=60)
-    assert state.not_ready == ""
+    assert not state.not_ready
     assert state.draft_sha256 == guarded.publisher.payloads.get(1).sha256
     with open_channel(server.control) as channel:
         answer = health_pb2_grpc.HealthStub(channel).Check(

@@ -154,7 +154,7 @@ def test_scrape_shows_versions_staleness_and_commits(server: Server) -> None:
     # As with a draft kind that has no weights.
     server.control.live[DRAFT] = Weights(DRAFT, 0, WeightSource())
     assert value(scrape(server.collector), R + "draft_staleness_versions") is None
-    server.control.report("acceptance", "nothing accepted")
+    server.control.report("acceptance", [pb.NotReady()])
     assert value(scrape(server.collector), R + "ready") == 0
 
 

@@ -75,7 +75,7 @@ def test_policy_stage_of_killed_job_is_evicted(plane: Plane) -> None:
     plane.push("policy-2-killed", 2)
     plane.stage_draft(1)
     plane.push("policy-2-restarted", 3)
-    assert list(plane.state.staged) == ["draft-1", "policy-2-restarted"]
+    assert plane.staged == ["draft-1", "policy-2-restarted"]
     plane.commit("draft-1", "policy-2-restarted")
     state = plane.state
     assert (state.draft_version, state.policy_version, list(state.staged)) == (1, 3, [])
@@ -90,7 +90,7 @@ def test_external_policy_stages_do_not_accumulate(plane: Plane) -> None:
             transfer_update=json.dumps({}),
         )
         stage(plane.stub, header, {}, timeout=SECONDS)
-    assert list(plane.state.staged) == [f"policy-{MAX_STAGED}"]
+    assert plane.staged == [f"policy-{MAX_STAGED}"]
 
 
 def test_unprepared_draft_is_logged_once_per_reason(

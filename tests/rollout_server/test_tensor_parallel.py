@@ -50,11 +50,11 @@ def test_tensor_parallel_ranks_commit_and_roll_back_together(live: Live, draft_d
     live.stage("draft", "ruined", 7, perturbed(load(draft_dir), scale=5.0, seed=1))
     live.commit("ruined")
     state = live.stub.GetState(pb.GetStateRequest(read_back=True), timeout=60)
-    assert (state.draft_version, state.not_ready) == (7, "")
+    assert (state.draft_version, not state.not_ready) == (7, True)
     assert live.generate(prompts(16)) == plain
     live.stub.RollBack(pb.RollBackRequest(), timeout=60)
     state = live.stub.GetState(pb.GetStateRequest(read_back=True), timeout=60)
-    assert (state.draft_version, state.not_ready) == (0, "")
+    assert (state.draft_version, not state.not_ready) == (0, True)
     assert live.generate(prompts(16)) == plain
     assert live.drafts()[7] > 0
 

@@ -95,7 +95,7 @@ function serverRow(server) {
     element("td", "n", whole(state.policy_version)),
     element("td", "n", fixed(lengthOf(server.last_minute), 3)),
     element("td", "", sharesOf(server.last_minute).map((share) => share.toFixed(2)).join("  ") || DASH),
-    element("td", kind, server.error || state.not_ready || ""),
+    element("td", kind, server.error || server.not_ready || ""),
   );
   return row;
 }
