@@ -262,7 +262,7 @@ def test_commit_failing_half_way_is_undone(
     live.stage("policy", "torn", 41, pushed)
     gone = digest(pushed["model.layers.3.self_attn.v_proj.weight"]).hex()
     roots = (Path("/dev/shm"), Path(tempfile.gettempdir()))
-    files = [path for root in roots for path in root.glob(f"slipstream-rollout-*/{gone}.*")]
+    files = [path for root in roots for path in root.glob(f"slipstream-rollout-*/*/{gone}.*")]
     assert len(files) == 1
     files[0].unlink()
     state = live.state()

@@ -61,7 +61,7 @@ def test_equal_heads_stay_apart_and_sigterm_cleans_up(  # type: ignore[no-untype
 
     content = digest(ruined["fc.weight"]).hex()
     roots = (Path("/dev/shm"), Path(tempfile.gettempdir()))
-    held = [path for root in roots for path in root.glob(f"slipstream-rollout-*/{content}.*")]
+    held = [path for root in roots for path in root.glob(f"slipstream-rollout-*/*/{content}.*")]
     assert len(held) == 1
     family = descendants(live.service.pid)
     assert len(family) >= 2, "the engine runs in processes of its own"
