@@ -33,7 +33,7 @@ TRAFFIC = "traffic.json"
 TICK_SECONDS = 0.02
 
 DRAFTS = 4.3
-"""That fit into the store: the live one, the one before, and what is staged."""
+"""Drafts that fit into the store: the live one, the one before, and what is staged."""
 
 
 class Fault:

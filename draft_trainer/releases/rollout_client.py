@@ -89,7 +89,7 @@ class DraftPayload:
 
     @property
     def on_the_fleet(self) -> pb.FleetDraft:
-        """What a server is told that lacks it while the fleet serves it."""
+        """The message to a server that lacks it while the fleet serves it."""
         return pb.FleetDraft(version=self.version, sha256=self.sha256)
 
 

@@ -56,7 +56,7 @@ class Key:
         return cls(spec.sha256.hex(), str(dtype).removeprefix("torch."), size)
 
     def below(self, folder: Path) -> Path:
-        """Its file in a stage's folder."""
+        """The tensor's file in a stage's folder."""
         return folder / f"{self.sha256}.{self.dtype}"
 
 
