@@ -245,8 +245,8 @@ class Warmup:
 
 @contextmanager
 def _signals() -> Iterator[list[int]]:
-    """SIGTERM and SIGINT as they come, for the length of a ``with`` block; a second one ends the
-    process at once."""
+    """Collect SIGTERM and SIGINT for the length of a ``with`` block; a second one ends the process
+    at once."""
     caught: list[int] = []
 
     def on_signal(number: int, frame: object) -> None:

@@ -12,7 +12,7 @@ from policy_bridge.capture import Capture, NullCapture
 from slipstream.errors import RefusedError
 
 PASS_TOKENS = 8192
-"""Padding included, of one pass at most, but for a rollout that is longer."""
+"""The most tokens of one pass, padding included, but for a rollout that is longer."""
 
 COMPARED = 8, 256
 """Rollouts, and tokens of each, whose log-probabilities are compared with the server's."""

@@ -71,18 +71,18 @@ class Report:
 
     @property
     def seconds(self) -> float:
-        """Of the warm-up, restarts included."""
+        """Return the seconds of the warm-up, restarts included."""
         return float(self._before + time.monotonic() - self._began)
 
     @property
     def acceptance_length(self) -> float | None:
-        """Held out, of the promoted draft as it was last measured; None before that."""
+        """Return the promoted draft's, held out, as last measured; None before that."""
         return self.points[-1].acceptance_length if self.points else None
 
     @property
     def flat(self) -> bool:
-        """Whether the held-out acceptance length no longer rises: no candidate was better in the
-        last third of all tokens, of ``FLAT_DECISIONS`` at least."""
+        """Return whether the held-out acceptance length no longer rises: no candidate was better in
+        the last third of all tokens, of ``FLAT_DECISIONS`` at least."""
         better = [number for number, one in enumerate(self.points) if one.passed]
         since = self.points[better[-1] + 1 :] if better else self.points
         if len(since) < FLAT_DECISIONS:
@@ -148,7 +148,7 @@ class Report:
 
 
 def is_finished(folder: Path) -> bool:
-    """Whether a warm-up ended in this folder."""
+    """Return whether a warm-up ended in this folder."""
     path = folder / ACCEPTANCE_FILE
     return path.exists() and bool(json.loads(path.read_text()).get("finished"))
 

@@ -57,12 +57,12 @@ class Rollout:
 
     @property
     def tokens(self) -> int:
-        """Prompt and completion."""
+        """The number of tokens of prompt and completion."""
         return len(self.prompt) + len(self.completion)
 
     @property
     def group(self) -> str:
-        """``Sample.group`` of its samples."""
+        """The ``Sample.group`` of its samples."""
         return _group(self.prompt or self.completion)
 
 

@@ -26,6 +26,7 @@ from typing import Any
 from rich.console import Console
 from transformers import PreTrainedModel
 
+from draft_trainer.checkpoints import read_policy
 from draft_trainer.config import HELD_OUT_MOST
 from draft_trainer.drafters import DRAFTERS, Draft
 from draft_trainer.files import folder_written_whole, written_whole
@@ -40,6 +41,7 @@ from policy_bridge import BridgeConfig, PolicyBridge
 from slipstream.checkpoints import CONFIG_FILE, WEIGHTS_FILE
 from slipstream.errors import RefusedError
 from slipstream.sample import is_held_out
+from slipstream.tensors import digest
 
 WORK, POSITION_FILE, INITIAL, REGISTRY = "work", "position.json", "initial", "registry"
 RUN_ID = "warmup"
@@ -92,7 +94,7 @@ class Position:
     """How far the rollouts were given to the trainer.
 
     Attributes:
-        facts: which rollouts they are, and of which draft.
+        facts: which rollouts they are, of which policy, and of which draft.
         rollouts: given so far.
         tokens: completion tokens that are trained on for these, every pass counted.
     """
@@ -143,8 +145,13 @@ class Warmup:
         self._rollouts = rollouts
         self._goal = goal
         self._console = console
-        kind = sections["draft"]["kind"]
-        facts = {**rollouts.facts, "draft_kind": kind, "held_out_fraction": self._share}
+        facts = {
+            **rollouts.facts,
+            # Another policy of the same shape has another lm_head.
+            "policy": digest(read_policy(Path(sections["draft"]["policy"])).lm_head).hex(),
+            "draft_kind": sections["draft"]["kind"],
+            "held_out_fraction": self._share,
+        }
         self._position = self._read_position(Position(facts))
         self._stopping: Callable[[], bool] = lambda: False
         self._stopped = False
@@ -342,6 +349,9 @@ class Warmup:
     def _check_sent(self, tokens: int) -> None:
         """Raise RefusedError where a pass of so many tokens did not reach the trainer."""
         stats = self._bridge.stats()
+        if stats.captures_skipped:
+            found, step = stats.capture_off_reason or stats.last_error, "see what is said of it"
+            raise RefusedError("--policy", found, "one whose states can be captured", step)
         lost = {**stats.shed, **stats.refused_by_field}
         if lost.get("device_memory"):
             raise no_memory(tokens)
@@ -432,7 +442,7 @@ def held_out_share(rollouts: Rollouts, given: float | None) -> float:
 
 
 def is_finished(out: Path) -> bool:
-    """Whether a warm-up ended in this folder; what it left to remove is gone then."""
+    """Return whether a warm-up ended in this folder; what it left to remove is gone then."""
     if not report_is_finished(out):
         return False
     shutil.rmtree(out / WORK, ignore_errors=True)

@@ -56,12 +56,12 @@ def run(*arguments: object) -> None:
 
 
 def initial(kind: str, policy: Path, folder: Path, seed: int, parallel: bool = False) -> Path:
-    """An untrained draft below ``folder``, of any mechanism but EAGLE-3."""
+    """An untrained draft below ``folder``, of any mechanism but EAGLE-3; for MTP, of a policy that
+    has such a head."""
     out = folder / "initial"
     if kind == "mtp":
         out.mkdir()
-        converted = policy_with_mtp(policy, folder / "policy")
-        DRAFTERS["mtp"].save(out, new_head(converted, seed), torch.float32)
+        DRAFTERS["mtp"].save(out, new_head(policy, seed), torch.float32)
         return out
     if kind == "draft_model":
         return first_layers(policy, out, LAYERS, VOCAB_SIZE - 1 if parallel else None)
@@ -135,6 +135,8 @@ def main(
         config = configuration(
             folder, epochs, options.threads, block=kind == "dflash" or options.parallel
         )
+        if kind == "mtp":
+            policy = policy_with_mtp(policy, folder / "policy")
         if kind == "eagle3":
             begin: tuple[object, ...] = ("--draft-vocab", vocabulary)
             if aux is not None:
