@@ -1,4 +1,4 @@
-"""Whether speculation pays on a given fleet, at which draft length, and whether adapting does.
+"""A plan: whether speculation and adapting pay on a given fleet, and at which draft length.
 
 ``make_plan`` applies ``slipstream.economics.arithmetic`` to a loop's own figures and simulates its
 steps: rollouts with their tail over all engines, synchronous or asynchronous. No GPU and no torch.
@@ -42,7 +42,7 @@ LEAST_LIMIT = 1.01
 
 @dataclass(frozen=True, kw_only=True)
 class Fleet:
-    """What is planned for.
+    """The fleet that is planned for.
 
     Attributes:
         costs: of engine steps, with ``costs_source`` in words.
@@ -106,7 +106,7 @@ def make_plan(fleet: Fleet) -> dict[str, Any]:
     def best(
         name: str, rates: Sequence[float], steps: Sequence[Sequence[Sequence[float]]] = steps
     ) -> Arm:
-        """By the best table, or without speculation where that is as fast."""
+        """Simulate the best table, or no speculation where that is as fast."""
         table = table_of(rates)
         choices = (lambda batch: OFF, lambda batch: table[round(batch)])
         arms = [_simulate(fleet, steps, name, rates, choose) for choose in choices]
@@ -206,7 +206,7 @@ def verdict(plan: Mapping[str, Any]) -> str:
 
 
 def _draw_steps(fleet: Fleet) -> list[list[list[float]]]:
-    """By step and engine, lengths drawn with replacement."""
+    """Draw lengths with replacement, by step and engine."""
     draw = random.Random(fleet.seed)
     lengths = list(fleet.lengths)
     return [

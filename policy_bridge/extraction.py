@@ -173,7 +173,7 @@ class Chosen:
 
 
 def _origins(record: Record) -> dict[tuple[int, int], Origin]:
-    """Of every sequence by row and start, so that all windows of it say the same."""
+    """The origin of every sequence by row and start, so that all its windows say the same."""
     count, versions = len(record.spans), record.rollout_versions
     lengths = scores_of("prompt_lengths", record.prompt_lengths, count)
     if isinstance(versions, int):

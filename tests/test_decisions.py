@@ -28,7 +28,7 @@ EXCEPTIONS = {
     ),
     "'speculative' in words": "the same",
 }
-"""What may look into words all the same, and why: it decides what is said, not what is done."""
+"""The code that may look into words, and why: it decides what is said, not what is done."""
 
 
 def is_words(node: ast.AST, names: frozenset[str] = frozenset()) -> bool:

@@ -119,7 +119,7 @@ class CaseResult:
         return table(title, columns, rows)
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the cell for JSON."""
         return {
             "case": self.case.to_dict(),
             "contestants": {

@@ -56,11 +56,11 @@ class Case:
 
     @property
     def label(self) -> str:
-        """For example "A bfloat16 K=3"."""
+        """The case in words, such as "A bfloat16 K=3"."""
         return f"{self.name} {self.dtype} K={self.ttt_steps}"
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the case for JSON."""
         return asdict(self)
 
 
@@ -73,7 +73,7 @@ SHAPES = {
 
 @dataclass(frozen=True, eq=False)
 class CaseTensors:
-    """What the policy handed over, and the head's first weights.
+    """The states that the policy handed over, and the head's first weights.
 
     Every position is in the loss, so nobody gains by skipping masked tokens. All states have the
     case's type, the weights are float32.
@@ -128,7 +128,7 @@ def make_tensors(case: Case, seed: int = 0) -> CaseTensors:
 
 
 def weight_shapes(case: Case) -> dict[str, tuple[int, ...]]:
-    """Of the head's parameters, by their names in the plain checkpoint layout."""
+    """The head's parameters, by their names in the plain checkpoint layout."""
     hidden, inner = case.hidden_size, case.intermediate_size
     queries = case.num_attention_heads * case.head_dim
     keys = case.num_key_value_heads * case.head_dim

@@ -100,7 +100,7 @@ def default_setting(name: str, case: Case) -> str:
 
 
 def default_directory() -> Path:
-    """Of the environments, in the user's cache."""
+    """The folder of the environments, in the user's cache."""
     return Path.home() / ".cache" / "slipstream" / "benchmark-peers"
 
 

@@ -31,7 +31,7 @@ from draft_trainer.training.optimizer import DraftOptimizer
 
 
 def head_config(case: Case) -> HeadConfig:
-    """Of a case's head."""
+    """The configuration of a case's head."""
     return HeadConfig(
         hidden_size=case.hidden_size,
         intermediate_size=case.intermediate_size,

@@ -248,7 +248,7 @@ def targets_of(found: Mapping[str, Sequence[Sequence[Mark]]], name: str) -> list
 def scratch(
     data: Data, seeds: Sequence[int], folder: Path, python: Path | None
 ) -> dict[str, list[list[Mark]]]:
-    """By arm the marks of every seed."""
+    """The marks of every seed, by arm."""
     found: dict[str, list[list[Mark]]] = {}
     for seed in seeds:
         order = random.Random(seed).sample(range(len(data.samples)), len(data.samples))
@@ -270,7 +270,7 @@ def scratch(
 
 
 def online(name: str, seeds: Sequence[int], folder: Path) -> dict[str, list[Course]]:
-    """By arm the course of every seed, from the example's draft."""
+    """The course of every seed from the example's draft, by arm."""
     policy, task, _ = POLICIES[name]
     found: dict[str, list[Course]] = {}
     for seed in seeds:
@@ -310,7 +310,7 @@ def interval_text(values: Sequence[float]) -> str:
 
 
 def online_targets(runs: Sequence[Course], name: str) -> list[Target]:
-    """Of the defaults."""
+    """The defaults."""
     candidates = [one for run in runs for one in run.candidates]
     worse = sum(one.worse for one in candidates) / len(candidates)
     label = f"{name}, online"

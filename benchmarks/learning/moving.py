@@ -116,7 +116,7 @@ def drawn(
 
 @dataclass(frozen=True)
 class Candidate:
-    """What the gate found of one: its gain over the draft that was served; None if nothing."""
+    """The gate's finding: a candidate's gain over the served draft; None if it has none."""
 
     served: Draft
     gain: float | None = None
@@ -131,7 +131,7 @@ class Candidate:
 def considered(
     learner: Learner, served: Draft, held: Sequence[Sample], heads: PolicyHeads
 ) -> Candidate:
-    """As ``TrainingLoop`` does; ``served`` is then what is served."""
+    """Judge a candidate as ``TrainingLoop`` does; ``served`` is then what is served."""
     shares = learner.pace.shares
     result, best = compare(
         GateSection(),
@@ -176,7 +176,7 @@ class Course:
 
     @property
     def figures(self) -> dict[str, Any]:
-        """For the JSON document."""
+        """Return the course for the JSON document."""
         gains = [[one.gain, one.half_width] for one in self.candidates if one.gain is not None]
         return {
             **{"adapted": self.adapted, "frozen": self.frozen, "seconds": self.seconds},

@@ -39,7 +39,7 @@ from slipstream.sample import Sample
 STEPS = 3
 BATCH_TOKENS = 512
 RATES = (1e-3, 2e-3, 4e-3)
-"""Of every arm the best one counts."""
+"""Run every arm; the best one of each counts."""
 
 
 def served_loss(head: MtpHead, batch: Batch) -> Tensor:

@@ -91,7 +91,7 @@ class Training:
 
 
 def training(policy: Path, rounds: int) -> dict[str, dict[str, Any]]:
-    """Of each trained mechanism: CPU seconds a 1,000 tokens, and bytes of states a token."""
+    """The costs of each mechanism: CPU seconds a 1,000 tokens, and bytes of states a token."""
     model = AutoModelForCausalLM.from_pretrained(ARITHMETIC / "policy", dtype=torch.float32)
     model.eval()
     rollouts = [one for part in solutions(model, ROLLOUTS, 0, task) for one in part]

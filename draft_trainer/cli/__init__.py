@@ -9,7 +9,7 @@ from slipstream.errors import missing_package
 
 REFUSED = 2
 EXTRAS = dict.fromkeys(("transformers", "huggingface_hub"), "warmup")
-"""Of packages that only some commands import; all others are the trainer's."""
+"""The extras of packages that only some commands import; all others are the trainer's."""
 
 
 def run() -> int:

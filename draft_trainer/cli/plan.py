@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from slipstream.economics.costs import Costs, StepTable
 
 LEAST_STEPS = 4
-"""Of a kind and size, below which a server's cost is not known: fewer than a server with
+"""The steps of a kind and size below which a server's cost is not known: fewer than one with
 ``--speculation auto`` takes of each before it is ready."""
 
 _LABELS = ("kind", "requests", "draft_length", "position")

@@ -84,7 +84,7 @@ class Warmup:
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Type of the policy's weights."""
     device: Annotated[str, arg(metavar="DEVICE")] = "cpu"
-    """Where policy and draft are: cpu, cuda, cuda:1."""
+    """The device of policy and draft: cpu, cuda, cuda:1."""
 
     def run(self) -> int:
         """0: trained to the end; 128 plus the signal's number: ended by it, to be continued."""

@@ -31,7 +31,7 @@ LOOK_UP_SECONDS = 1.0
 """Longest wait for who belongs to the fleet now: a name service may answer late, or never."""
 
 ASSUMED = (3, "probabilistic")
-"""How a fleet drafts of which no server has answered yet: rollout-server's defaults."""
+"""The drafting of a fleet of which no server has answered yet: rollout-server's defaults."""
 
 
 LEFT_SECONDS = 60.0
@@ -59,7 +59,7 @@ class Members:
 
     @property
     def known(self) -> tuple[str, ...]:
-        """What the last looks said. Any thread may ask, also during a look."""
+        """The members that the last looks found. Any thread may ask, also during a look."""
         return tuple(dict.fromkeys(a for known in self._known.values() for a in known))
 
     def addresses(self) -> tuple[str, ...]:
@@ -101,7 +101,7 @@ class Fleet:
     """The rollout servers there are now. Owns the clients and the threads that ask them."""
 
     MAX_CALLS = 2048
-    """At a time; threads exist as calls do. A policy that vLLM's weight-transfer engine brings is
+    """Calls at a time; threads exist as they do. A policy that vLLM's weight transfer brings is
     received within the commits: with fewer threads than servers they would wait for each other."""
 
     def __init__(
@@ -130,7 +130,7 @@ class Fleet:
 
     @property
     def addresses(self) -> tuple[str, ...]:
-        """Of the servers that belong to the fleet."""
+        """The addresses of the servers that belong to the fleet."""
         with self._lock:
             return tuple(self._clients)
 
@@ -203,7 +203,7 @@ class Fleet:
             self._pool.submit(ask, self.client(address))
 
     def states(self, read_back: bool = False) -> dict[str, pb.ServerState | Failure]:
-        """What every server serves now."""
+        """Ask every server what it serves now."""
         states = self.each(lambda client: client.state(read_back))
         failed = {a: s.code for a, s in states.items() if isinstance(s, Failure)}
         late = [a for a, code in failed.items() if code is StatusCode.DEADLINE_EXCEEDED]

@@ -54,7 +54,7 @@ MIN_CLUSTERS = 4
 RESAMPLES = 999
 
 PASS_TOKENS = 8192
-"""Of one forward pass; half of it where the device has too little memory."""
+"""Tokens of one forward pass; half of it where the device has too little memory."""
 
 _NOT_NOW = {
     # A newer policy version evicted one while the gate was measuring.
@@ -324,7 +324,7 @@ class Gate:
         return result, best
 
     def _with_room(self, action: Callable[[int], T]) -> T | None:
-        """What an action on passes of so many tokens gives; None where even half are too many."""
+        """Run an action on passes of so many tokens; None where even half are too many."""
         for tokens in (PASS_TOKENS, PASS_TOKENS // 2):
             try:
                 return action(tokens)
@@ -343,7 +343,7 @@ class Gate:
         run: Run,
         pass_tokens: int = PASS_TOKENS,
     ) -> tuple[release_pb2.Verdict, int]:
-        """On what the teacher itself sampled; where that is too little on all, which is said.
+        """Judge by what the teacher itself sampled; where that is too little by all, which is said.
 
         The replay takes recorded tokens for samples of the teacher. Those of an older policy
         version, as asynchronous loops train on, are only close to that.

@@ -34,7 +34,7 @@ PACE_SECONDS, MOST_PACE_SECONDS = 0.05, 1.0
 up to the second."""
 
 MOST_RECOMMITS = 2
-"""Of one release on a server that serves nothing acceptable with it."""
+"""Commits again of one release, on a server that serves nothing acceptable with it."""
 
 LOST = frozenset({pb.NOT_READY_REASON_NOT_IN_MEMORY, pb.NOT_READY_REASON_ASLEEP})
 """Reasons of a server whose workers do not hold the draft."""
@@ -54,7 +54,7 @@ LONGEST_WAIT = 60.0
 
 @dataclass
 class Divergence:
-    """What is wrong with a server, and when it may be tried again.
+    """A server's fault, and when it may be tried again.
 
     Attributes:
         reason: of the metrics.
@@ -140,7 +140,7 @@ class Reconciler:
             self._read_back_at = time.monotonic() + READ_BACK_SECONDS
         states = fleet.states(read_back)
         if not read_back:
-            # Is it the draft, or have the workers lost it?
+            # Low acceptance: read the weights back to tell a bad draft from a lost one.
             poor = [
                 address
                 for address, state in states.items()

@@ -50,7 +50,7 @@ UNKNOWN_FATE = ("DEADLINE_EXCEEDED", "UNAVAILABLE", "CANCELLED", "UNKNOWN")
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a server did not do what it was asked."""
+    """A server's reason for not doing what it was asked."""
 
     text: str
     code: grpc.StatusCode
@@ -111,7 +111,7 @@ class RolloutClient:
         self._refused: set[str] = set()
 
     def state(self, read_back: bool = False) -> pb.ServerState | Failure:
-        """What it serves; with ``read_back`` its workers look into their memory for it."""
+        """Ask what it serves; with ``read_back`` its workers look into their memory for it."""
         request = pb.GetStateRequest(read_back=read_back)
         answer = self._ask(self._stub.GetState, request, self._config.state_timeout_s)
         return answer if isinstance(answer, Failure) else self._checked(answer)
@@ -217,7 +217,7 @@ def _header(draft: DraftPayload, stage_id: str) -> pb.StageHeader:
 
 
 def drafts_wanted(state: pb.ServerState) -> bool:
-    """Whether nobody turned drafting off: where no draft length pays there are no drafts either."""
+    """Return whether nobody turned drafting off; where no length pays there are no drafts."""
     return state.speculation_wanted or state.speculation_enabled
 
 

@@ -1,4 +1,4 @@
-"""Why no draft is being released: one finding for each part of the path, with the next step.
+"""The diagnosis: why no draft is released, one finding for each part, with the next step.
 
 A pure function of the status and the configuration. `draft-trainer doctor`, `status` and the page
 show its texts, and a problem is logged once when it begins.
@@ -32,17 +32,17 @@ Found = tuple[Diagnosis.Severity, str, str]
 """Severity, what was found, and the next step, if any."""
 
 REFUSED_SHARE = EVICTED_SHARE = 0.1
-"""Of samples; below it a run is healthy: the first ones of a policy version may come too early."""
+"""The share of samples below which a run is healthy: the first of a version may come too early."""
 
 
 PARTS = ("policy", "samples", "training", "gate", "release", "servers", "trial")
-"""In the order in which a release comes about."""
+"""The parts, in the order in which a release comes about."""
 
 
 def diagnose(
     status: TrainerStatus, config: TrainerConfig, before: TrainerStatus | None = None
 ) -> list[Diagnosis]:
-    """How each of ``PARTS`` stands.
+    """Return a finding for each of ``PARTS``.
 
     Args:
         status: now.
@@ -113,7 +113,7 @@ def _samples(since: TrainerStatus, status: TrainerStatus, config: TrainerConfig)
 
 
 def _share(config: TrainerConfig) -> float:
-    """Of prompts that are held out, at most."""
+    """The largest share of prompts that are held out."""
     fraction = config.replay.held_out_fraction
     return HELD_OUT_MOST if fraction is None else fraction
 
@@ -261,7 +261,7 @@ def _servers(status: TrainerStatus, config: TrainerConfig) -> Found:
 
 
 def drafts_otherwise(state: ServerState, config: TrainerConfig) -> tuple[str, str] | None:
-    """What is wrong where a rollout server does not draft as candidates are trained and judged, and
+    """Say what is wrong where a rollout server does not draft as candidates are judged, and give
     the next step."""
     publish, depth = config.publish, config.training.ttt_steps
     for key, theirs in (
@@ -312,7 +312,7 @@ class ProblemLog:
         self._told: dict[str, str] = {}
 
     def note(self, diagnosis: list[Diagnosis]) -> None:
-        """What was found now."""
+        """Note what was found now."""
         for one in diagnosis:
             if one.severity != PROBLEM:
                 if self._told.pop(one.part, None) is not None:

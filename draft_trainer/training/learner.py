@@ -242,7 +242,7 @@ class Learner:
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """What ``state_dict`` copies, where it is; the counters are copies."""
+        """The tensors that ``state_dict`` copies, where they are; the counters are copies."""
         named = {f"head.{name}": tensor for name, tensor in self.head.state_dict().items()}
         counters = {f"counter.{name}": torch.tensor(getattr(self, name)) for name in _COUNTERS}
         counters["pace"] = torch.tensor(astuple(self.pace), dtype=torch.int64)

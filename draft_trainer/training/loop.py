@@ -204,7 +204,7 @@ class TrainingLoop:
         )
 
     def _pays(self, run: Run) -> bool:
-        """Whether to train on what is stored, by the economy's decision for this policy version."""
+        """Decide by the economy whether to train on what is stored for this policy version."""
         economy, version = self.economy, run.latest_policy_version
         economy.begin(run.run_id)
         if version is None:
@@ -215,7 +215,7 @@ class TrainingLoop:
         return decision.train
 
     def _stored(self, action: Callable[[], T]) -> T | None:
-        """What an action on the store gives; None where its index cannot be written now.
+        """Run an action on the store; None where its index cannot be written now.
 
         A full disk must not end training: what was not drawn is drawn once there is space.
         """

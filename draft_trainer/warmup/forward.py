@@ -84,7 +84,7 @@ def forward(
 
 
 def no_memory(tokens: int) -> RefusedError:
-    """What is raised where the policy's device has too little memory for a pass."""
+    """The error for a policy's device that has too little memory for a pass."""
     found = f"no memory for a pass of {tokens:,} tokens"
     next_step = "free some of the device's memory, or give another device (cpu)"
     return RefusedError("--device", found, "memory for every pass", next_step)

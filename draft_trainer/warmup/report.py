@@ -46,7 +46,7 @@ class Point:
 
 
 class Report:
-    """What a warm-up has reached so far, kept in its folder over restarts. One thread.
+    """The record of what a warm-up has reached, kept in its folder over restarts. One thread.
 
     Args:
         folder: of acceptance.json.
@@ -154,7 +154,7 @@ def is_finished(folder: Path) -> bool:
 
 
 class ProgressLine:
-    """How far a warm-up is: a bar on a terminal, else a line now and then, and for better drafts.
+    """The progress: a bar on a terminal, else a line now and then, and one for each better draft.
 
     Args:
         console: where.

@@ -67,7 +67,7 @@ class Rollout:
 
 
 class Rollouts(ABC):
-    """Where rollouts come from.
+    """A source of rollouts.
 
     Attributes:
         option: that names it on the command line.

@@ -78,7 +78,7 @@ the warm-up."""
 
 @dataclass(frozen=True)
 class Goal:
-    """When a warm-up ends, where its rollouts do not end before.
+    """The end of a warm-up whose rollouts do not end before.
 
     Attributes:
         tokens: completion tokens to train on, every pass counted; None: as many as there are.
@@ -91,7 +91,7 @@ class Goal:
 
 @dataclass(frozen=True)
 class Position:
-    """How far the rollouts were given to the trainer.
+    """The position up to which rollouts were given to the trainer.
 
     Attributes:
         facts: which rollouts they are, of which policy, and of which draft.

@@ -96,7 +96,7 @@ class Result:
 
 @dataclass(frozen=True)
 class Description:
-    """What the workers say about the models in memory; see ``worker.slipstream_describe``."""
+    """The workers' description of the models in memory; see ``worker.slipstream_describe``."""
 
     shares_embedding: bool
     shared: tuple[str, ...]

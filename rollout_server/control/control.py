@@ -81,7 +81,7 @@ class Weights:
         return pb.HeldStage(stage_id=self.stage_id, kind=kind, version=self.version)
 
     def same_content(self, other: Weights) -> bool:
-        """Whether both would be indistinguishable once live."""
+        """Return whether both would be indistinguishable once live."""
         return self._content == other._content
 
     @property
@@ -133,7 +133,7 @@ class RolloutControl:
 
     @property
     def not_ready(self) -> list[pb.NotReady]:
-        """Why no requests should be sent here; none while the server is ready.
+        """The reasons to send no requests here; none while the server is ready.
 
         A server that is not ready still serves: a bad draft costs speed, and no wrong token unless
         its logits are NaN (docs/mechanisms.md). Balancers and operators see it, and the trainer
@@ -145,7 +145,7 @@ class RolloutControl:
 
     @property
     def speculation_wanted(self) -> bool:
-        """Whether drafts are proposed where they pay: what is, not what was asked of the engine."""
+        """True if drafts are proposed where they pay: what is, not what was asked of the engine."""
         no_draft_pays = self._speculation_asked and not self._speculation_pays
         return self.speculation_enabled or self._plain_steps_timed or no_draft_pays
 
@@ -199,7 +199,7 @@ class RolloutControl:
         return release_digest((tensor.name, tensor.key.sha256) for tensor in tensors)
 
     def state(self) -> pb.ServerState:
-        """What is served, as a message."""
+        """Return what is served, as a message."""
         draft, previous = self.live[DRAFT], self.previous_draft
         state = pb.ServerState(
             draft_version=draft.version,

@@ -45,7 +45,7 @@ def read_config(directory: Path, option: str) -> dict[str, Any]:
 
 
 def quantization(config: Mapping[str, Any], layout: Layout) -> str:
-    """How a checkpoint is quantized, for people; empty if it is not.
+    """Say how a checkpoint is quantized; empty if it is not.
 
     A stage of such a model is refused: vLLM's loaders need its scales and packed matrices, which a
     training job does not have.
@@ -74,7 +74,7 @@ def read_draft_layout(directory: Path) -> dict[str, TensorLayout]:
 
 
 def read_manifest(directory: Path) -> release_pb2.ReleaseManifest | None:
-    """Of a release, or None for a checkpoint from elsewhere. Raises RefusedError: unreadable."""
+    """Read a release's manifest; None for another checkpoint. Raises RefusedError: unreadable."""
     if not (directory / MANIFEST_FILE).exists():
         return None
     return checkpoints.read_manifest(directory, "write the release again", of_newer=True)
@@ -82,7 +82,7 @@ def read_manifest(directory: Path) -> release_pb2.ReleaseManifest | None:
 
 @dataclass(frozen=True)
 class Expected:
-    """What a stage of one kind must look like.
+    """The shape that a stage of one kind must have.
 
     Attributes:
         kind: "draft" or "policy".
@@ -205,12 +205,12 @@ class Expected:
 
 
 def is_lm_head(name: str) -> bool:
-    """Whether a checkpoint's tensor is the language model's lm_head, of multimodal models too."""
+    """Return whether a tensor is the language model's lm_head, in multimodal models too."""
     return name.split(".")[-2:] == ["lm_head", "weight"]
 
 
 def _is_tower(name: str) -> bool:
-    """Whether a tensor is of a multimodal model's part for images or sound, by its module."""
+    """Return whether a tensor is of a multimodal model's part for images or sound."""
     return any(part in name for part in ("visual", "vision", "audio"))
 
 

@@ -53,7 +53,7 @@ MESSAGE_SECONDS = 30.0
 """Longest wait for a request; a stage's chunks have their own."""
 
 CALLS_PER_SECOND = 500.0
-"""Of one connection."""
+"""The bounds of one connection."""
 
 CHUNK_SECONDS = 60.0
 """Longest wait for a client's next message while it stages. A stage takes at most this and what
@@ -98,7 +98,7 @@ def kind_of(header: pb.StageHeader) -> str:
 
 
 def transfer_of(header: pb.StageHeader) -> str:
-    """What the weight-transfer engine is to be given. Raises RefusedError: not that, or tensors."""
+    """Return the weight-transfer engine's update. Raises RefusedError: not that, or tensors."""
     if header.tensors:
         found, step = f"{len(header.tensors)} tensors", "stage a policy of tensors by its own kind"
         raise RefusedError("tensors", found, "none: they come by vLLM's engine", step)
@@ -310,7 +310,7 @@ class RolloutService(pb_grpc.RolloutServerServicer):
 
 
 def _trainer(context: Any) -> str:
-    """Which trainer calls; empty for a bridge and for people."""
+    """Return the trainer that calls; empty for a bridge and for people."""
     for key, value in context.invocation_metadata() or ():
         if key == TRAINER:
             return clean(str(value), 64)

@@ -49,7 +49,7 @@ class Key:
 
     @classmethod
     def of(cls, spec: tensor_pb2.TensorSpec) -> Key:
-        """Of a tensor on the wire. Raises RefusedError: not a SHA-256, or a negative size."""
+        """Make a wire tensor's key. Raises RefusedError: not a SHA-256, or a negative size."""
         dtype = dtype_from_wire(spec.dtype, spec.name)
         ChunkAssembler([spec], max_bytes=1 << 62)  # refuses them
         size = math.prod(spec.shape) * dtype.itemsize
@@ -199,7 +199,7 @@ class WeightSource:
     transfer: str = ""
 
     def to_message(self) -> dict[str, Any]:
-        """As plain dicts, for vLLM's RPC."""
+        """Return plain dicts, for vLLM's RPC."""
         return asdict(self)
 
     @classmethod

@@ -10,7 +10,7 @@ from typing import Any
 from slipstream.errors import RefusedError
 
 ANSWER_SECONDS = 5.0
-"""Of an actor that runs; one that does not answer is being started again."""
+"""The state of an actor that runs; one that does not answer is being started again."""
 
 
 class Places:

@@ -55,7 +55,7 @@ _ADDRESSES = ("--port", "--control-host", "--control-port")
 
 @dataclass(frozen=True)
 class FleetPlan:
-    """What is placed; replica i listens on the first ports plus i.
+    """The replicas to place; replica i listens on the first ports plus i.
 
     ``command`` gets ``--host``, ``--port`` and the same two of the control plane appended; an empty
     ``host`` is each node's address.
@@ -102,7 +102,7 @@ class Replica:
         self._thread.start()
 
     def report(self) -> Report:
-        """How it is now."""
+        """Return its state now."""
         return self._report
 
     def stop(self) -> None:

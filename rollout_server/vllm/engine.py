@@ -51,11 +51,11 @@ class VllmEngine:
 
     @property
     def cores(self) -> int:
-        """How many engine cores there are."""
+        """The number of engine cores."""
         return len(self.client.engine_core.core_engines)
 
     async def describe(self) -> Description:
-        """What the workers say about the models in memory."""
+        """Ask the workers about the models in memory."""
         workers = await self._call_workers(CALL_SECONDS, "describe")
         return Description(
             any(worker["shares_embedding"] for worker in workers),
@@ -84,7 +84,7 @@ class VllmEngine:
         return f"not ready in {PREPARE_SECONDS:.0f} s"
 
     async def check_transfer(self, transfer: str) -> str:
-        """Why vLLM's weight-transfer engine could not take an update (JSON); empty if it could."""
+        """Say why vLLM's weight transfer could not take an update (JSON); empty if it could."""
         found = await self._call_workers(CALL_SECONDS, "check_transfer", transfer)
         return "; ".join(dict.fromkeys(text for text in found if text))
 
@@ -125,7 +125,7 @@ class VllmEngine:
 
     @property
     def always_drafts(self) -> bool:
-        """Whether drafting cannot be turned off: with experts on data-parallel ranks.
+        """True if drafting cannot be turned off: with experts on data-parallel ranks.
 
         The ranks compute each step of the draft together, and idle ones always do: vLLM's dummy
         batch runs it. A rank that leaves it out would have the others wait for ever.
@@ -163,11 +163,11 @@ class VllmEngine:
         return sums
 
     def is_alive(self) -> bool:
-        """Whether the engine runs and has not failed."""
+        """Return whether the engine runs and has not failed."""
         return bool(self.client.is_running) and not self.client.errored
 
     async def _apply_on_all(self, changes: Sequence[Change]) -> Result:
-        """When engine cores disagree, those that applied it get the old weights again.
+        """Apply on all; if engine cores disagree, those that applied it get the old weights again.
 
         Raises RefusedError: one did not answer.
         """
@@ -191,11 +191,11 @@ class VllmEngine:
         ]
 
     async def _call_workers(self, seconds: float, method: str, *args: Any) -> list[Any]:
-        """What every worker of every engine core answers."""
+        """Call every worker of every engine core."""
         return [each for answer in await self._call(seconds, method, *args) for each in answer]
 
     async def _call(self, seconds: float, method: str, *args: Any) -> list[Any]:
-        """What every engine core answers. Raises RefusedError as ``_answers``."""
+        """Call every engine core. Raises RefusedError as ``_answers``."""
         core = self.client.engine_core
         call, what = core._call_utility_async, ("slipstream_call", method, list(args))
         return await _answers(
@@ -212,7 +212,7 @@ def not_in_memory(found: Sequence[str]) -> list[pb.NotReady]:
 
 
 async def _answers(method: str, seconds: float, calls: Sequence[Awaitable[Any]]) -> list[Any]:
-    """What calls of the engine answer.
+    """Return what calls of the engine answer.
 
     Raises RefusedError: one of them did not in ``seconds`` and a step, or failed.
     """

@@ -30,7 +30,7 @@ LONG = 25.0
 
 
 def fleet_events(counters: Counters) -> dict[str, int]:
-    """How often each event of ``published`` was counted, ``healed`` and ``not_healed`` too."""
+    """Return the count of each event of ``published``, ``healed`` and ``not_healed`` too."""
     found = {
         event: by_label(getattr(counters, name)).get(label, 0)
         for event, (name, label) in _FLEET_EVENTS.items()

@@ -103,7 +103,7 @@ def test_status_watch_goes_on_without_answer(
     monkeypatch: pytest.MonkeyPatch,
     terminal: bool,
 ) -> None:
-    """As over a restart of the trainer; a terminal is redrawn in place."""
+    """The trainer may restart meanwhile; a terminal is redrawn in place."""
     show, asked = console.Status._show, count()
 
     def answered_at_first_and_last(self: console.Status, stub: Any) -> None:

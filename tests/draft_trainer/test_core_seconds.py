@@ -60,7 +60,7 @@ def test_servers_that_do_not_draft_report_too() -> None:
 
 
 def test_figure_that_is_not_finite_is_refused_by_name(caplog: pytest.LogCaptureFixture) -> None:
-    """Of that server alone, and nothing else of it; one of them would stay in a mean for ever."""
+    """That figure of that server alone is refused: it would stay in a mean for ever."""
     loop, double = Loop(), MemoryServer()
     client = RolloutClient(double.address, PublishConfig())
     economy = loop.economy

@@ -1,4 +1,4 @@
-"""Where a warm-up's rollouts come from: files, and a server that completes prompts."""
+"""The sources of a warm-up's rollouts: files, and a server that completes prompts."""
 
 from __future__ import annotations
 

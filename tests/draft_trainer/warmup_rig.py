@@ -34,7 +34,7 @@ def write_rollouts(path: Path, rollouts: Sequence[Rollout]) -> Path:
 
 
 def command(folder: Path, policy: Path, *options: object) -> list[str]:
-    """Of a warm-up to ``folder``/draft."""
+    """The options of a warm-up to ``folder``/draft."""
     (folder / "warmup.toml").write_text(CONFIG)
     given = ["warmup", "--policy", policy, "--config", folder / "warmup.toml"]
     out = () if "--out" in options else ("--out", folder / "draft")
