@@ -55,7 +55,10 @@ class Rig:
         self._context.set_forkserver_preload([server_process.__name__, trainer_process.__name__])
         self.root = folder / "registry"
         write_releases(self.root, RELEASES)
-        self._ports = [free_port() for _ in range(servers)]
+        ports = set[int]()
+        while len(ports) < servers:
+            ports.add(free_port())
+        self._ports = [*ports]
         self._faults = [folder / f"fault-{index}" for index in range(servers)]
         self.addresses = tuple(f"127.0.0.1:{port}" for port in self._ports)
         self._servers: list[Any] = [None] * servers
