@@ -208,7 +208,6 @@ def test_dflash_init_writes_what_vllm_loads(
     made = ("init", "--draft-kind", "dflash", *options, "--aux-layers", "2,5,7")
     for more, text in (
         ((), "--mask-token"),
-        (("--mask-token", "127", "--draft-vocab", "64"), "--draft-vocab"),
         (("--mask-token", "127", "--layers", "0"), "--layers"),
     ):
         assert draft_trainer([*made, *more]) == 2
