@@ -138,10 +138,14 @@ def flat(prefix: str, value: object) -> dict[str, float]:
 
 
 def flat_status(status: pb.TrainerStatus) -> dict[str, float]:
-    """Every number of a trainer's status that is there, by path from ``trainer``; no messages."""
+    """Every number of a trainer's status that is there, by path from ``trainer``.
+
+    No messages, and no reasons: their numbers mean nothing on a plot.
+    """
     found: dict[str, float] = {}
     for field_ in status.DESCRIPTOR.fields:
-        if not field_.has_presence or status.HasField(field_.name):
+        there = not field_.has_presence or status.HasField(field_.name)
+        if there and field_.enum_type is None:
             found |= flat(f"trainer/{field_.name}", getattr(status, field_.name))
     return found
 

@@ -166,7 +166,8 @@ def stage(
 
     def requests() -> Iterator[pb.StageRequest]:
         yield pb.StageRequest(header=header)
-        names = needed.get(timeout=timeout)
+        # Longer than the call: its own deadline says better what happened.
+        names = needed.get(timeout=2 * timeout)
         if names is None:
             return
         for chunk in chunks_of({name: tensors[name] for name in names}):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from policy_bridge.metrics import FACTS, BridgeCollector
 from policy_bridge.stats import Counters
 from slipstream.v1 import draft_trainer_pb2 as pb
+from slipstream.v1 import release_pb2
 from tests.scraping import of, scrape, value
 from tests.waiting import until
 
@@ -78,6 +79,7 @@ def test_metrics_dictionary_has_bridge_and_trainer_numbers(
         step_acceptance=[0.5, 0.25],
         refused_by_field={"packed": 2},
         training_error="for people",
+        training_waits_for=release_pb2.REFUSAL_REASON_DISK,
         servers=[{"address": "a:1"}],
     )
     model = make_model()
@@ -99,7 +101,8 @@ def test_metrics_dictionary_has_bridge_and_trainer_numbers(
     assert found["trainer/step_acceptance/1"] == 0.25
     assert found["trainer/refused_by_field/packed"] == 2
     assert found["trainer/samples_pending"] == 0
-    assert "trainer/policy_version" not in found and "trainer/training_error" not in found
+    for name in ("policy_version", "training_error", "training_waits_for"):
+        assert f"trainer/{name}" not in found
     assert 0 <= found["trainer/status_age_seconds"] < DEADLINE
     assert all(type(value) is float for value in found.values())
     bridge.close()
