@@ -259,6 +259,7 @@ class Status:
             time=time.time(),
             started_at=self.started_at,
             code_version=code_version(),
+            trainer=self.state.owner,
             # Samples.
             run_id=run_id,
             samples_accepted=samples.get("accepted", 0),

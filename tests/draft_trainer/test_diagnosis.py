@@ -247,6 +247,19 @@ FEW = "124 held-out anchors in 3 prompts, 200 in 4 are needed"
             *("servers", PROBLEM, "a:1 is not ready: it sleeps", "restart it"),
         ),
         (
+            {
+                "trainer": "1",
+                "servers": [
+                    ServerView(
+                        address="a:1",
+                        reachable=True,
+                        state=ServerState(trainer="2", speculation_wanted=True),
+                    )
+                ],
+            },
+            *("servers", PROBLEM, "a:1 belongs to trainer 2, this one is 1", "of its own"),
+        ),
+        (
             {"trial": TrialView(draft_version=5, undecided="too little traffic")},
             *("trial", WAITING, "without a verdict: too little traffic", "canary.min_drafts"),
         ),

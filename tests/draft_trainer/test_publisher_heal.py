@@ -14,7 +14,7 @@ from benchmarks.publish_faults.memory_server import MemoryServer
 from draft_trainer.releases import fleet as fleets
 from draft_trainer.releases import reconcile as healing
 from draft_trainer.releases.commits import PublishResult
-from draft_trainer.releases.fleet import Members
+from draft_trainer.releases.fleet import Fleet, Members
 from draft_trainer.releases.rollout_client import Failure, RolloutClient
 from slipstream.errors import RefusedError, StatusCode
 from tests.draft_trainer.fleet_rig import LONG, Rig, fleet_events
@@ -49,6 +49,30 @@ def test_restarted_fleet_is_healed_in_batches(rig: Rig, monkeypatch: pytest.Monk
     assert sorted(rig.served) == [0, 2, 2]
     rig.heal()
     assert rig.served == [2, 2, 2]
+
+
+def test_two_trainers_do_not_heal_one_server_in_turn(
+    rig: Rig, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The server belongs to the one that staged there last; the other is told which one that is."""
+    rig.fleet.close()
+    rig.fleet = Fleet(rig.fleet.config, trainer="one")
+    rig.restart()
+    rig.publisher.promote(2, pin=False)
+    address = rig.servers[1].address
+    other = RolloutClient(address, rig.fleet.config, trainer="two")
+    refused = other.stage(rig.publisher.payloads.get(3))
+    assert isinstance(refused, Failure) and "a server of trainer one" in refused.text
+    control = rig.servers[1].control
+    control._trainer = "two"  # As if it had staged while this trainer was silent.
+    rig.put(1, 3)
+    commits = dict(control.commits)
+    for _ in range(3):
+        rig.heal()
+    assert rig.served == [2, 3, 2] and control.commits == commits
+    assert "a server of trainer two" in caplog.text
+    assert fleet_events(rig.counters)["not_healed"] == 3
+    other.close()
 
 
 @pytest.mark.parametrize(("took", "pause"), [(0.0, 0.05), (0.1, 0.4), (60.0, 1.0)])
