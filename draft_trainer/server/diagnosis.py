@@ -237,7 +237,8 @@ def _servers(status: TrainerStatus, config: TrainerConfig) -> Found:
             next_step = "start it, or correct publish.rollout_servers"
             return PROBLEM, f"{name} does not answer: {server.error}", next_step
         if server.state.trainer not in ("", status.trainer):
-            found = f"{name} belongs to trainer {server.state.trainer}, this one is {status.trainer}"
+            theirs, ours = server.state.trainer, status.trainer
+            found = f"{name} belongs to trainer {theirs}, this one is {ours}"
             return PROBLEM, found, "give every trainer servers of its own, or stop the other one"
         if server.state.not_ready:
             next_step = "wait two minutes for the trainer to repair it; if it does not, restart it"
