@@ -335,8 +335,8 @@ class PublishConfig(Section):
         return tuple(checked)
 
 
-class CanaryConfig(Section):
-    """[canary]: whether releases are on trial, and what their live acceptance must show."""
+class TrialConfig(Section):
+    """[trial]: whether releases are on trial, and what their live acceptance must show."""
 
     enabled: bool = True
     min_drafts: Annotated[int, Field(ge=1)] = 300
@@ -375,7 +375,7 @@ class TrainerConfig(Section):
     training: TrainingConfig = TrainingConfig()
     gate: GateSection = GateSection()
     publish: PublishConfig = PublishConfig()
-    canary: CanaryConfig = CanaryConfig()
+    trial: TrialConfig = TrialConfig()
     economy: EconomyConfig = EconomyConfig()
 
     @model_validator(mode="after")

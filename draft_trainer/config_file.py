@@ -29,14 +29,14 @@ _PAIR = re.compile(r"\\u(?:d[89ab]..)\\u(?:d[c-f]..)")
 REMOVED = {
     "training.rank_timeout_s": "remove it: the trainer is one process; train a larger draft on a "
     "larger GPU",
-    "canary.share": "remove it: a release is tried on the whole fleet; without trials: "
-    "canary.enabled = false",
+    "canary": "rename it to [trial]; leave share out: a release is tried on the whole fleet",
+    "recording": "remove it: draft-trainer warmup makes a draft, and records nothing",
     "publish.quorum": "remove it: a server that is late or gone is left out and caught up, and one "
     "that refuses a release keeps it from all",
     "publish.straggler_s": "remove it: publish.stage_timeout_s and publish.commit_timeout_s bound "
     "the time of one server",
 }
-"""Keys that earlier editions had, and what to do instead."""
+"""Keys and sections that earlier editions had, and what to do instead."""
 
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> TrainerConfig:
@@ -167,8 +167,6 @@ def _problem(model: type[BaseModel], detail: ErrorDetails) -> tuple[str, str, st
     if detail["type"] == "missing":
         kind = "a [section]" if len(detail["loc"]) == 1 else "a value"
         return key, "nothing", f"{kind} for this required key", f"add {key}"
-    if key in _GONE:
-        return key, "a key of an older release", _GONE[key], f"remove {key}"
     if detail["type"] == "extra_forbidden":
         known = _known_keys(model, detail)
         if key in REMOVED:
@@ -183,9 +181,6 @@ def _problem(model: type[BaseModel], detail: ErrorDetails) -> tuple[str, str, st
     expected = detail["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
     return key, repr(detail["input"]), _TYPES.get(detail["type"], expected), f"fix {key}"
 
-
-_GONE = {"recording": "none: draft-trainer warmup makes a draft, and records nothing"}
-"""Keys and sections that are gone, and what takes their place."""
 
 _TYPES = {
     "tuple_type": 'a list, as in ["a", "b"]',

@@ -28,9 +28,9 @@ _FLEET_EVENTS = {
     "rolled_back": ("roll_backs", "commit_failed"),
     "rolled_back_by_hand": ("roll_backs", "by_hand"),
     "interrupted": ("roll_backs", "interrupted"),
-    "canary_promoted": ("trials", "promoted"),
-    "canary_undecided": ("trials", "undecided"),
-    "canary_rolled_back": ("trials", "rolled_back"),
+    "trial_passed": ("trials", "promoted"),
+    "trial_undecided": ("trials", "undecided"),
+    "trial_rolled_back": ("trials", "rolled_back"),
 }
 """Events of a publish, each with the counter that counts it and its label."""
 
@@ -213,7 +213,7 @@ class Counters:
         name, label = _FLEET_EVENTS[event]
         counter: Counter = getattr(self, name)
         counter.labels(label).inc()
-        if event == "canary_rolled_back":
+        if event == "trial_rolled_back":
             self.roll_backs.labels("trial").inc()
 
     def training_waits_on(self, error: str, reason: release_pb2.RefusalReason) -> None:

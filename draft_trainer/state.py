@@ -1,6 +1,6 @@
 """state.db: everything that must survive a kill of the trainer, in one SQLite file.
 
-Pointer, intent, canary trial, gate results, events and history. Changes that belong together
+Pointer, intent, trial, gate results, events and history. Changes that belong together
 are one transaction, on disk (synchronous=FULL) before any thread sees them: there is no intent to
 commit without its event.
 
@@ -46,7 +46,7 @@ KINDS = (
     *("trainer_started", "trainer_stopped", "training_failed", "run_opened", "policy_announced"),
     *("gate_passed", "gate_failed", "gate_not_measured", "release_not_written"),
     *("committed", "stage_failed", "not_committed", "rolled_back", "interrupted"),
-    *("canary_promoted", "canary_undecided", "canary_rolled_back", "rolled_back_by_hand"),
+    *("trial_passed", "trial_undecided", "trial_rolled_back", "rolled_back_by_hand"),
     *("healed", "server_joined", "server_left", "server_unreachable", "server_back"),
     *("server_not_ready", "server_ready", "speculation_off", "speculation_on"),
 )

@@ -54,7 +54,7 @@ class Story:
         rig = self.rig
         # Measured before all is well: a server that never generates plainly has no break-even.
         rig.servers[A].speculate(False)
-        rig.trainer((A, B), canary={"min_drafts": 200, "max_seconds": 10.0})
+        rig.trainer((A, B), trial={"min_drafts": 200, "max_seconds": 10.0})
         rig.connect((A, B))
         first = time.monotonic()
         rig.policy.sync(1)
@@ -97,7 +97,7 @@ class Story:
         began = time.monotonic()
         rig.trainer(
             (A,),
-            canary={"enabled": False},
+            trial={"enabled": False},
             publish={"reconcile_s": 0.0},
             training={"learning_rate": 1e30, "warmup_steps": 0},
         )

@@ -15,7 +15,7 @@ import grpc
 import torch
 
 from benchmarks.publish_faults import server_process, trainer_process
-from draft_trainer.config import CanaryConfig
+from draft_trainer.config import TrialConfig
 from draft_trainer.drafters.eagle3.checkpoint import Eagle3
 from draft_trainer.releases.registry import Registry, open_pointer
 from examples.arithmetic_grpo.processes import free_port
@@ -46,7 +46,7 @@ class Rig:
         servers: how many.
     """
 
-    canary = CanaryConfig()
+    trial = TrialConfig()
     publish: Mapping[str, Any] = {}
     """Keys of the trainer's [publish], over those that suit processes that die."""
 
@@ -105,7 +105,7 @@ class Rig:
         pipe, theirs = self._context.Pipe()
         process = self._context.Process(
             target=trainer_process.run,
-            args=(str(self.root), self.addresses, theirs, self.canary, self.publish),
+            args=(str(self.root), self.addresses, theirs, self.trial, self.publish),
             daemon=True,
         )
         process.start()

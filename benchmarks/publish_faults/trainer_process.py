@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 import slipstream.client
-from draft_trainer.config import CanaryConfig, PublishConfig
+from draft_trainer.config import PublishConfig, TrialConfig
 from draft_trainer.counters import Counters
 from draft_trainer.releases import commits
 from draft_trainer.releases.commits import Payloads
@@ -42,7 +42,7 @@ def run(
     root: str,
     addresses: tuple[str, ...],
     pipe: Connection,
-    canary_config: CanaryConfig,
+    trial_config: TrialConfig,
     publish: Mapping[str, Any],
 ) -> None:
     """Publish as told until the pipe closes: all that this process does."""
@@ -66,7 +66,7 @@ def run(
         )
     )
     watch = AcceptanceWatch(fleet)
-    trials = Trials(canary_config, lambda: 3, watch) if canary_config.enabled else None
+    trials = Trials(trial_config, lambda: 3, watch) if trial_config.enabled else None
     publisher = Publisher(fleet, registry, pointer, Counters(), trials)
     reconciler = Reconciler(publisher, watch)
     reconciler.start()

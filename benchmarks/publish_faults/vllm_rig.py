@@ -11,7 +11,7 @@ from benchmarks.hot_swap.servers import READY_SECONDS, Server, two_cores
 from benchmarks.publish_faults.faults import Fault
 from benchmarks.publish_faults.rig import DRAFT, Rig
 from benchmarks.publish_faults.server_process import DRAFTS
-from draft_trainer.config import CanaryConfig
+from draft_trainer.config import TrialConfig
 from examples.arithmetic_grpo.sampling import held_out_problems, prompt_ids
 from examples.local_services import start_all
 
@@ -30,7 +30,7 @@ class VllmRig(Rig):
 
     # Trials end by live traffic, and would move the fleet between two looks at it. They have a
     # table of their own (``benchmarks.trials``).
-    canary = CanaryConfig(enabled=False)
+    trial = TrialConfig(enabled=False)
 
     def __init__(self, folder: Path) -> None:
         cores = two_cores()

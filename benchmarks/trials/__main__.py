@@ -17,7 +17,7 @@ from benchmarks.publish_faults.drills import Row, drill
 from benchmarks.publish_faults.rig import RELEASES, Rig
 from benchmarks.publish_faults.server_process import TRAFFIC
 from benchmarks.publish_faults.vllm_rig import VllmRig
-from draft_trainer.config import CanaryConfig
+from draft_trainer.config import TrialConfig
 from draft_trainer.drafters import Draft
 from draft_trainer.drafters.eagle3.checkpoint import Eagle3
 from draft_trainer.releases.registry import Registry
@@ -190,7 +190,7 @@ DRILLS: dict[str, Disturb] = {
 def begin(world: Memory | Vllm) -> None:
     """Start everything, and wait until the incumbent's live acceptance is on disk."""
     add_bad_releases(world.rig.root)
-    world.rig.canary = CanaryConfig(max_seconds=10.0)
+    world.rig.trial = TrialConfig(max_seconds=10.0)
     world.rig.start()
     world.use(True)
     deadline = time.monotonic() + 2 * LIMIT_SECONDS

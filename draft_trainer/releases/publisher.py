@@ -49,9 +49,9 @@ logger = logging.getLogger(__name__)
 Pin = bool | None
 
 TRIAL_EVENTS = {
-    ReleaseEvent.PASS: "canary_promoted",
-    ReleaseEvent.FAIL: "canary_rolled_back",
-    ReleaseEvent.FIND_TOO_LITTLE: "canary_undecided",
+    ReleaseEvent.PASS: "trial_passed",
+    ReleaseEvent.FAIL: "trial_rolled_back",
+    ReleaseEvent.FIND_TOO_LITTLE: "trial_undecided",
 }
 """The events (``state.KINDS``) that the ends of trials are noted as."""
 
@@ -341,7 +341,7 @@ class Publisher:
         with pointer.state.transaction():
             if now.on_trial and version != now.live:
                 text = f"draft {version} replaced it before a verdict"
-                self._record("canary_undecided", now.live, text)
+                self._record("trial_undecided", now.live, text)
             if version != now.live and trials is not None and version != now.incumbent:
                 pointer.begin_trial(version, figures)
                 pointer.state.after_commit(trials.begin)
@@ -385,7 +385,7 @@ class Publisher:
             return PublishResult(pointer.now.live)
         with pointer.state.transaction():
             version, target = pointer.roll_back() if failed is None else pointer.failed()
-            event = "rolled_back_by_hand" if failed is None else "canary_rolled_back"
+            event = "rolled_back_by_hand" if failed is None else "trial_rolled_back"
             self._record(event, version, reason)
         # Not before: if there is no release to go to, what a sync staged is still committed.
         self._abort_staged()

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from draft_trainer.config import CanaryConfig
+from draft_trainer.config import TrialConfig
 from draft_trainer.ingest.run import Run
 from draft_trainer.releases.confidence import (
     Arm,
@@ -67,14 +67,14 @@ class Trials:
     ``max_seconds`` begins again.
 
     Args:
-        config: the [canary] section.
+        config: the [trial] section.
         most: returns the tokens that one verification step can accept, now.
         watch: of the fleet's live acceptance.
         run: returns the run that is fed; what was drafted before it began says nothing of its
             policy.
     """
 
-    config: CanaryConfig
+    config: TrialConfig
     most: Callable[[], int]
     watch: AcceptanceWatch
     run: Callable[[], Run | None] = lambda: None

@@ -160,10 +160,10 @@ class TrainerServer:
             self._pointer,
             self._counters,
             Trials(
-                *(config.canary, lambda: self._fleet.drafting()[0], self._watch),
+                *(config.trial, lambda: self._fleet.drafting()[0], self._watch),
                 run=lambda: self.runs.current,
             )
-            if config.canary.enabled
+            if config.trial.enabled
             else None,
         )
         self._reconciler = Reconciler(self.publisher, self._watch)

@@ -290,8 +290,8 @@ def _trial(status: TrainerStatus, config: TrainerConfig) -> Found:
     found = f"draft {trial.draft_version} is on trial against draft {trial.incumbent_version}"
     if trial.undecided:
         next_step = (
-            f"send requests: {config.canary.min_drafts} verification steps of each draft are "
-            "needed (canary.min_drafts); a release that stays undecided is never rolled back to. "
+            f"send requests: {config.trial.min_drafts} verification steps of each draft are "
+            "needed (trial.min_drafts); a release that stays undecided is never rolled back to. "
             "To go back to the last good one now: draft-trainer releases rollback"
         )
         return WAITING, f"{found}, without a verdict: {trial.undecided}", next_step

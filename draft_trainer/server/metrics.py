@@ -188,7 +188,7 @@ FACTS: tuple[Fact[TrainerStatus], ...] = (
     Fact("trial_running", "1 while a release is on trial.", lambda s: s.HasField("trial")),
     Fact(
         "trial_undecided",
-        "1 while the fleet serves a release that has had no verdict for `canary.max_seconds`.",
+        "1 while the fleet serves a release that has had no verdict for `trial.max_seconds`.",
         lambda s: bool(s.trial.undecided),
     ),
 )

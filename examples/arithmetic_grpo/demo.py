@@ -262,7 +262,7 @@ def _settings(options: argparse.Namespace, seed: int) -> Settings:
         "gate": {"newest_versions": 4, "confidence": 0.6},
         # The demo itself switches the server between old and new drafts to compare them.
         "publish": {"reconcile_s": 0, "num_speculative_tokens": DRAFT_LENGTH},
-        "canary": {"enabled": False},
+        "trial": {"enabled": False},
         # The comparison needs an adapted draft, whether or not it pays in a run this short.
         "economy": {"mode": "always"},
     }

@@ -58,7 +58,7 @@ SETTINGS: Settings = {
     },
     "publish": {"num_speculative_tokens": DRAFT_LENGTH},
     "gate": {"newest_versions": 4, "confidence": 0.6},
-    "canary": {"enabled": False},
+    "trial": {"enabled": False},
 }
 
 Pair = tuple[int, int]

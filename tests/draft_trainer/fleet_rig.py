@@ -11,7 +11,7 @@ import grpc
 import torch
 
 from benchmarks.publish_faults.memory_server import MemoryServer
-from draft_trainer.config import CanaryConfig, PublishConfig
+from draft_trainer.config import PublishConfig, TrialConfig
 from draft_trainer.counters import _FLEET_EVENTS, Counters, by_label
 from draft_trainer.releases.fleet import Fleet
 from draft_trainer.releases.publisher import Publisher
@@ -47,7 +47,7 @@ class Rig:
         self,
         tmp_path: Path,
         servers: int = 3,
-        canary: CanaryConfig | None = None,
+        trial: TrialConfig | None = None,
         **publish: Any,
     ) -> None:
         self.initial = write_draft(tmp_path / "initial")
@@ -82,7 +82,7 @@ class Rig:
             )
         )
         self.watch = AcceptanceWatch(self.fleet)
-        self.canary_config = canary or CanaryConfig(enabled=False)
+        self.trial_config = trial or TrialConfig(enabled=False)
         self.run: Any = None
         self.restart()
 
@@ -91,8 +91,8 @@ class Rig:
         self.registry.close()
         run_id = lambda: "" if self.run is None else self.run.run_id  # noqa: E731
         self.pointer = open_pointer(self.registry, run_id)
-        self.trials = Trials(self.canary_config, lambda: 3, self.watch, lambda: self.run)
-        trials = self.trials if self.canary_config.enabled else None
+        self.trials = Trials(self.trial_config, lambda: 3, self.watch, lambda: self.run)
+        trials = self.trials if self.trial_config.enabled else None
         self.publisher = Publisher(self.fleet, self.registry, self.pointer, self.counters, trials)
         self.reconciler = Reconciler(self.publisher, self.watch)
 

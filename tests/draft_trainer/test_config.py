@@ -26,7 +26,7 @@ def refused(**sections: Any) -> RefusedError:
     ("sections", "field", "found", "expected", "next_step"),
     [
         ({"draft": {"registry": "r"}}, "draft.initial", "nothing", "a value", "add draft.initial"),
-        ({"recording": {}}, "recording", "an older release", "draft-trainer warmup", "remove"),
+        ({"recording": {}}, "recording", "removed", "replay", "draft-trainer warmup"),
         ({"draft": {"x": 1}}, "draft.initial", "nothing", "a value", "(unknown key: draft.x)"),
         (
             {"training": {"learning_rat": 0.1}},
@@ -51,10 +51,10 @@ def refused(**sections: Any) -> RefusedError:
         ),
         (
             {"canary": {"share": 0.25}},
-            "canary.share",
+            "canary",
             "a key that was removed",
-            "max_seconds",
-            "tried on the whole fleet",
+            "trial",
+            "rename it to [trial]",
         ),
         ({"draft": {}, "canary": {"share": 0.25}}, "draft.initial", "", "", "removed key: canary"),
         ({"server": {"port": "50051"}}, "server.port", "'50051'", "integer", "fix"),

@@ -261,7 +261,7 @@ FEW = "124 held-out anchors in 3 prompts, 200 in 4 are needed"
         ),
         (
             {"trial": TrialView(draft_version=5, undecided="too little traffic")},
-            *("trial", WAITING, "without a verdict: too little traffic", "canary.min_drafts"),
+            *("trial", WAITING, "without a verdict: too little traffic", "trial.min_drafts"),
         ),
         (
             {"trial": TrialView(draft_version=5, incumbent_version=4)},

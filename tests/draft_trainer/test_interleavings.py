@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 
 import pytest
 
-from draft_trainer.config import CanaryConfig
+from draft_trainer.config import TrialConfig
 from draft_trainer.releases import reconcile
 from draft_trainer.releases.confidence import Arm, Batch, decide
 from draft_trainer.releases.pointer import Good, Pointer
@@ -51,7 +51,7 @@ def test_draft_committed_by_other_client_starts_trial(
     make_rig: Callable[..., Rig],
 ) -> None:
     """Another trainer put it there: nothing is staged, and the pointer follows."""
-    rig = make_rig(2, CanaryConfig())
+    rig = make_rig(2, TrialConfig())
     for server in rig.servers:
         client = rig.fleet.client(server.address)
         client.stage(rig.publisher.payloads.get(2))
@@ -70,7 +70,7 @@ def test_draft_committed_by_other_client_starts_trial(
 def test_catching_server_up_keeps_trial(
     make_rig: Callable[..., Rig],
 ) -> None:
-    rig = make_rig(2, CanaryConfig())
+    rig = make_rig(2, TrialConfig())
     rig.publisher.promote(2, pin=False)
     trial = rig.pointer.now
     rig.put(0, 0)
@@ -78,14 +78,14 @@ def test_catching_server_up_keeps_trial(
     assert rig.publisher.complete(0, "").changes
     assert rig.served == [2, 2] and rig.pointer.now == trial
     assert rig.pointer.now.intent is None
-    assert "canary_undecided" not in [name for name, _ in rig.events()]
+    assert "trial_undecided" not in [name for name, _ in rig.events()]
 
 
 def test_trial_result_ignored_after_concurrent_promote(
     make_rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A release goes live between the look at the figures and what they would have done."""
-    rig = make_rig(1, CanaryConfig())
+    rig = make_rig(1, TrialConfig())
     rig.watching()
     rig.draft(0, GOOD, 2000)
     rig.publisher.promote(1, pin=False)
@@ -109,7 +109,7 @@ def test_trial_result_ignored_after_concurrent_roll_back(
     make_rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It passed, and was taken back by hand before that was written down."""
-    rig = make_rig(2, CanaryConfig())
+    rig = make_rig(2, TrialConfig())
     rig.publisher.promote(1, pin=False)
     now = rig.pointer.now
 
@@ -129,7 +129,7 @@ def test_trial_result_ignored_after_concurrent_sync(
     make_rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch, found: ReleaseEvent | None
 ) -> None:
     """None: nothing that it drafts is accepted, and the reconciler gives it up."""
-    rig = make_rig(2, CanaryConfig())
+    rig = make_rig(2, TrialConfig())
     rig.publisher.promote(1, pin=False)
     live_at = rig.pointer.now.live_at
     rig.pointer.offer(2)
@@ -153,14 +153,14 @@ def test_trial_result_ignored_after_concurrent_sync(
     assert rig.served == [2, 2] and rig.policies == [7, 7]
     assert (now.live, now.promoted, now.good_versions) == (2, 2, (0,))
     assert now.on_trial and (now.live, now.incumbent) == (2, 0)
-    assert rig.events()[-2:] == [("canary_undecided", 1), ("committed", 2)]
+    assert rig.events()[-2:] == [("trial_undecided", 1), ("committed", 2)]
 
 
 def test_sync_does_not_commit_draft_rolled_back_meanwhile(
     make_rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It would have caught a server up, and the next release is promoted already."""
-    rig = make_rig(2, CanaryConfig())
+    rig = make_rig(2, TrialConfig())
     rig.publisher.promote(1, pin=False)
     rig.put(0, 0)
     rig.publisher.prepare()
@@ -178,13 +178,13 @@ def test_sync_does_not_commit_draft_rolled_back_meanwhile(
     assert rig.served == [0, 0] and rig.policies == [7, 7]
     assert rig.servers[0].commits()[-1] == ("policy-7",)
     assert (rig.pointer.now.live, rig.pointer.now.promoted) == (0, 2)
-    assert rig.events()[-1] == ("canary_rolled_back", 1)
+    assert rig.events()[-1] == ("trial_rolled_back", 1)
     assert [list(d.state.staged) for d in rig.servers] == [[]] * 2
 
 
 def test_trial_ignores_drafts_from_before_it(make_rig: Callable[..., Rig]) -> None:
     """Draft 1 was bad under another policy, was taken back, and is tried again."""
-    rig = make_rig(1, CanaryConfig())
+    rig = make_rig(1, TrialConfig())
     rig.watching()
     rig.draft(0, GOOD, 8000)
     rig.publisher.promote(1, pin=False)
@@ -210,7 +210,7 @@ def test_falling_counter_means_restarted_server(tried: int) -> None:
 
 def test_trial_splits_error_rate_between_both_sides() -> None:
     """There is no verdict yet on as many steps as would do with all of it."""
-    config = CanaryConfig()
+    config = TrialConfig()
     good, worse = Batch((100,) * 3, (80, 50, 20)), Batch((100,) * 3, (60, 30, 10))
 
     def verdict(batches: int, alpha: float) -> bool | None:
@@ -322,7 +322,7 @@ def test_unaccepted_release_is_recommitted_twice_at_most(
     make_rig: Callable[..., Rig], servers: int
 ) -> None:
     """It is rolled back where most servers say so: one that the others contradict is broken."""
-    rig = make_rig(servers, CanaryConfig())
+    rig = make_rig(servers, TrialConfig())
     rig.publisher.promote(1, pin=False)
     bad = rig.servers[0]
     for turn in range(4):
@@ -332,7 +332,7 @@ def test_unaccepted_release_is_recommitted_twice_at_most(
         assert rig.served == [0 if turn >= 2 and servers == 1 else 1] * servers
     assert sum("healed" in ids[0] for ids in bad.commits()) == 2
     if servers == 1:
-        assert rig.events()[-1] == ("canary_rolled_back", 1)
+        assert rig.events()[-1] == ("trial_rolled_back", 1)
         assert rig.pointer.now.promoted == 0
     else:
         assert bad.state.not_ready and rig.counters.servers["ready"] == servers - 1
@@ -368,7 +368,7 @@ def test_unaccepted_only_good_release_is_replaced_by_next(rig: Rig) -> None:
 
 def test_lost_worker_memory_does_not_blame_draft(make_rig: Callable[..., Rig]) -> None:
     """An engine slept at level 2, again and again, and generated before it was put right."""
-    rig = make_rig(2, CanaryConfig())
+    rig = make_rig(2, TrialConfig())
     rig.publisher.promote(1, pin=False)
     for _ in range(4):
         rig.servers[0].accept_nothing()

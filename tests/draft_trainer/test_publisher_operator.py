@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import grpc
 import pytest
 
-from draft_trainer.config import CanaryConfig
+from draft_trainer.config import TrialConfig
 from draft_trainer.releases import trial, watch
 from draft_trainer.releases.pointer import promote_offline
 from draft_trainer.releases.registry import Registry
@@ -128,7 +128,7 @@ def test_prune_keeps_release_under_promotion(rig: Rig, monkeypatch: pytest.Monke
 def test_figures_of_other_policy_judge_no_release(
     make_rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch, what: str, steps: int
 ) -> None:
-    rig = make_rig(1, CanaryConfig())
+    rig = make_rig(1, TrialConfig())
     rig.run = SimpleNamespace(run_id="one", began=0.0)
     rig.watching()
     rig.draft(0, GOOD, 4000)
@@ -158,7 +158,7 @@ def test_figures_count_until_another_run_is_opened(
     make_rig: Callable[..., Rig], reopened: str
 ) -> None:
     """A trainer that starts knows of no run until a policy opens one."""
-    rig = make_rig(1, CanaryConfig())
+    rig = make_rig(1, TrialConfig())
     rig.run = SimpleNamespace(run_id="one", began=0.0)
     rig.watching()
     rig.draft(0, GOOD, 4000)
@@ -176,7 +176,7 @@ def test_figures_count_until_another_run_is_opened(
     if reopened == "one":
         settle(rig, 2, WORSE)
         assert rig.served == [0] and not rig.pointer.now.on_trial
-        assert rig.events()[-1] == ("canary_rolled_back", 2)
+        assert rig.events()[-1] == ("trial_rolled_back", 2)
     else:
         assert rig.publisher.settle() and rig.pointer.now.good_versions == (0, 2)
         assert "nothing to compare with" in rig.pointer.state.events.since(0)[-1].reason
@@ -198,7 +198,7 @@ def test_release_rolled_back_by_hand_is_not_served_again(
     make_rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
     """The next release is not held up either if nothing is known to compare it with."""
-    rig = make_rig(1, CanaryConfig())
+    rig = make_rig(1, TrialConfig())
     one_passed(rig)
     if what == "a day later":
         tomorrow = time.time() + 86_400
@@ -218,7 +218,7 @@ def test_release_rolled_back_by_hand_is_not_served_again(
 
 def test_trial_of_good_release_ends_without_incumbent_figures(make_rig: Callable[..., Rig]) -> None:
     """A run begins before there is a verdict on what an operator went back to."""
-    rig = make_rig(1, CanaryConfig())
+    rig = make_rig(1, TrialConfig())
     one_passed(rig)
     rig.publisher.promote(0, pin=False)
     now = rig.pointer.now
@@ -228,14 +228,14 @@ def test_trial_of_good_release_ends_without_incumbent_figures(make_rig: Callable
     assert rig.publisher.settle()
     now = rig.pointer.now
     assert rig.served == [0] and now.incumbent == 0 and not now.on_trial
-    assert rig.events()[-1] == ("canary_promoted", 0)
+    assert rig.events()[-1] == ("trial_passed", 0)
 
 
 def test_release_replacing_damaged_one_needs_no_trial(
     make_rig: Callable[..., Rig],
 ) -> None:
     """The fleet cannot go back to what is damaged."""
-    rig = make_rig(1, CanaryConfig())
+    rig = make_rig(1, TrialConfig())
     one_passed(rig)
     path = rig.root / "release-000001" / "config.json"
     path.write_bytes(b" " + path.read_bytes())
@@ -255,7 +255,7 @@ def test_figures_from_before_restart_are_taken_over_once(
     make_rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They are not taken over again with each trial that begins and ends."""
-    rig, clock = make_rig(1, CanaryConfig()), time.monotonic
+    rig, clock = make_rig(1, TrialConfig()), time.monotonic
 
     def pass_by(seconds: float) -> None:
         # Only for the trainer: the server, in this process, would end the call that is read.
@@ -280,7 +280,7 @@ def test_figures_from_before_restart_are_taken_over_once(
 
 def test_trial_ignores_drafts_of_previous_run(make_rig: Callable[..., Rig]) -> None:
     """Nothing is known of either release under the policy that another run begins with."""
-    rig = make_rig(1, CanaryConfig())
+    rig = make_rig(1, TrialConfig())
     rig.run = SimpleNamespace(run_id="one", began=0.0)
     rig.watching()
     rig.draft(0, GOOD, 4000)
@@ -296,7 +296,7 @@ def test_trial_ignores_drafts_of_previous_run(make_rig: Callable[..., Rig]) -> N
 def test_figures_from_before_restart_count_for_incumbent_only(
     make_rig: Callable[..., Rig],
 ) -> None:
-    rig = make_rig(1, CanaryConfig())
+    rig = make_rig(1, TrialConfig())
     rig.watching()
     rig.draft(0, GOOD, 6000)
     rig.publisher.measure()
@@ -313,7 +313,7 @@ def test_figures_of_replaced_release_are_dropped(
     make_rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An operator rolls back while they are summed; nothing is known of the release before."""
-    rig = make_rig(1, CanaryConfig())
+    rig = make_rig(1, TrialConfig())
     one_passed(rig)
     tomorrow = time.time() + 86_400
     monkeypatch.setattr(time, "time", lambda: tomorrow)

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import pytest
 
-from draft_trainer.config import CanaryConfig
+from draft_trainer.config import TrialConfig
 from draft_trainer.releases.confidence import TUNED_FOR, Arm, Batch, decide
 
 pytestmark = pytest.mark.contract("trial")
@@ -40,7 +40,7 @@ def reports(
 
 def first_decision(
     rng: np.random.Generator,
-    config: CanaryConfig,
+    config: TrialConfig,
     candidate: tuple[float, float] = (4.0, 2.0),
     count: int = 40,
 ) -> tuple[bool | None, int]:
@@ -63,14 +63,14 @@ def first_decision(
 
 def test_equal_draft_is_rarely_rolled_back() -> None:
     """The case is the worst of the null: a loss of exactly ``max_loss`` = 0, alpha = 0.05."""
-    config = CanaryConfig(max_loss=0.0, alpha=0.05)
+    config = TrialConfig(max_loss=0.0, alpha=0.05)
     rng = np.random.default_rng(0)
     false_alarms = sum(first_decision(rng, config)[0] is False for _ in range(400))
     assert false_alarms <= 20
 
 
 def test_equal_draft_fails_often_without_design_effect() -> None:
-    config = CanaryConfig(max_loss=0.0, alpha=0.05, design_effect=1.0, min_drafts=1)
+    config = TrialConfig(max_loss=0.0, alpha=0.05, design_effect=1.0, min_drafts=1)
     rng = np.random.default_rng(1)
     false_alarms = sum(first_decision(rng, config)[0] is False for _ in range(120))
     assert false_alarms > 6
@@ -78,14 +78,14 @@ def test_equal_draft_fails_often_without_design_effect() -> None:
 
 def test_a_ruined_draft_is_found_within_2000_drafts() -> None:
     rng = np.random.default_rng(2)
-    found = [first_decision(rng, CanaryConfig(), (1.0, 60.0)) for _ in range(100)]
+    found = [first_decision(rng, TrialConfig(), (1.0, 60.0)) for _ in range(100)]
     assert all(kept is False for kept, _ in found)
     assert max(drafts for _, drafts in found) <= 1000
 
 
 def test_a_draft_as_good_is_kept_in_the_end() -> None:
     rng = np.random.default_rng(3)
-    found = [first_decision(rng, CanaryConfig(), count=160)[0] for _ in range(40)]
+    found = [first_decision(rng, TrialConfig(), count=160)[0] for _ in range(40)]
     assert found.count(True) >= 36 and False not in found
 
 

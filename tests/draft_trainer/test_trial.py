@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from draft_trainer.config import CanaryConfig
+from draft_trainer.config import TrialConfig
 from draft_trainer.releases import trial, watch
 from draft_trainer.releases.confidence import Batch
 from draft_trainer.releases.rollout_client import RolloutClient
@@ -41,7 +41,7 @@ def settle(rig: Rig, version: int = -1, accepted: Sequence[int] = GOOD) -> int:
 def test_ruined_draft_promoted_by_hand_is_rolled_back(
     make_rig: Callable[..., Rig], servers: int
 ) -> None:
-    rig = make_rig(servers, CanaryConfig(max_seconds=120.0))
+    rig = make_rig(servers, TrialConfig(max_seconds=120.0))
     rig.watching()
     rig.draft(0, GOOD, 2000)
     assert rig.publisher.promote(2, pin=True).changes
@@ -51,16 +51,16 @@ def test_ruined_draft_promoted_by_hand_is_rolled_back(
     now = rig.pointer.now
     assert (now.promoted, now.pinned, now.live, now.good_versions) == (0, False, 0, (0,))
     assert now.intent is None and not now.on_trial
-    assert ("canary_rolled_back", 2) in rig.events()
-    assert fleet_events(rig.counters)["canary_rolled_back"] == 1
+    assert ("trial_rolled_back", 2) in rig.events()
+    assert fleet_events(rig.counters)["trial_rolled_back"] == 1
     line = rig.pointer.state.events.since(0)[-1].reason
     assert "draft 2: acceptance length 1.02" in line and "draft 0: acceptance length 2.50" in line
     assert all(list(d.state.staged) == [] for d in rig.servers)
 
 
 @pytest.mark.parametrize("servers", [4, 1])
-def test_equal_draft_passes_canary_trial(make_rig: Callable[..., Rig], servers: int) -> None:
-    rig = make_rig(servers, CanaryConfig(max_seconds=120.0))
+def test_equal_draft_passes_trial(make_rig: Callable[..., Rig], servers: int) -> None:
+    rig = make_rig(servers, TrialConfig(max_seconds=120.0))
     rig.watching()
     rig.draft(0, GOOD, 6000)
     rig.publisher.promote(1, pin=False)
@@ -68,11 +68,11 @@ def test_equal_draft_passes_canary_trial(make_rig: Callable[..., Rig], servers: 
     assert rig.served == [1] * len(rig.servers)
     rig.assert_live(1)
     assert rig.pointer.now.good_versions == (0, 1) and not rig.pointer.now.on_trial
-    assert ("canary_promoted", 1) in rig.events()
+    assert ("trial_passed", 1) in rig.events()
 
 
 def test_trial_without_traffic_is_undecided_until_traffic(make_rig: Callable[..., Rig]) -> None:
-    rig = make_rig(2, CanaryConfig(max_seconds=0.05))
+    rig = make_rig(2, TrialConfig(max_seconds=0.05))
     rig.watching()
     rig.draft(0, GOOD, 2000)
     rig.publisher.promote(1, pin=False)
@@ -81,21 +81,21 @@ def test_trial_without_traffic_is_undecided_until_traffic(make_rig: Callable[...
     undecided = rig.pointer.now
     assert undecided.on_trial and "too few verification steps" in undecided.undecided
     assert rig.pointer.now.good_versions == (0,) and rig.pointer.now.incumbent == 0
-    assert fleet_events(rig.counters)["canary_undecided"] == 1
+    assert fleet_events(rig.counters)["trial_undecided"] == 1
     assert not rig.publisher.settle(), "it is said once"
     rig.restart()
     assert rig.pointer.now == undecided
     rig.draft(1, RUINED, 1000)
     settle(rig)
     assert rig.served == [0, 0] and not rig.pointer.now.on_trial
-    assert rig.events()[-1] == ("canary_rolled_back", 1)
+    assert rig.events()[-1] == ("trial_rolled_back", 1)
 
 
 def test_undecided_releases_never_become_incumbent(
     make_rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each release loses a little and replaces the one before it in its trial."""
-    rig = make_rig(1, CanaryConfig(max_loss=0.1))
+    rig = make_rig(1, TrialConfig(max_loss=0.1))
     rig.watching()
     rig.draft(0, GOOD, 4000)
     began = time.time()
@@ -105,7 +105,7 @@ def test_undecided_releases_never_become_incumbent(
         assert not rig.publisher.settle(), "too few to tell"
     now = rig.pointer.now
     assert now.good_versions == (0,) and (now.live, now.incumbent) == (3, 0)
-    undecided = [version for name, version in rig.events() if name == "canary_undecided"]
+    undecided = [version for name, version in rig.events() if name == "trial_undecided"]
     assert undecided == [1, 2]
     assert began <= now.left_good_at <= time.time() and not now.undecided
     monkeypatch.setattr(trial.time, "time", lambda: now.left_good_at + 61)
@@ -119,7 +119,7 @@ def test_undecided_releases_never_become_incumbent(
 
 def test_release_passes_where_incumbent_left_no_figures(make_rig: Callable[..., Rig]) -> None:
     """The gate compared the two; what comes next is compared with its figures."""
-    rig = make_rig(1, CanaryConfig())
+    rig = make_rig(1, TrialConfig())
     rig.watching()
     rig.publisher.promote(1, pin=False)
     assert not rig.publisher.settle(), "nor has it figures itself"
@@ -130,11 +130,11 @@ def test_release_passes_where_incumbent_left_no_figures(make_rig: Callable[..., 
     rig.draft(1, GOOD, 4000)
     rig.publisher.promote(2, pin=False)
     settle(rig, 2, RUINED)
-    assert rig.served == [1] and rig.events()[-1] == ("canary_rolled_back", 2)
+    assert rig.served == [1] and rig.events()[-1] == ("trial_rolled_back", 2)
 
 
 def test_roll_back_by_hand_needs_no_trial(make_rig: Callable[..., Rig]) -> None:
-    rig = make_rig(1, CanaryConfig())
+    rig = make_rig(1, TrialConfig())
     rig.watching()
     rig.draft(0, GOOD, 6000)
     for version in (1, 2):
@@ -151,7 +151,7 @@ def test_roll_back_by_hand_needs_no_trial(make_rig: Callable[..., Rig]) -> None:
 def test_small_losses_use_up_one_tolerance(make_rig: Callable[..., Rig]) -> None:
     """Six releases that each accept 4.3 % less would go from 2.95 to 2.26; the tolerance of 10 % is
     of the best of the recent good ones. Error rate of each trial: 0.01."""
-    rig = make_rig(1, CanaryConfig(design_effect=1.0))
+    rig = make_rig(1, TrialConfig(design_effect=1.0))
     rig.watching()
     rates, lengths = [90.0, 65.0, 40.0], [2.95]
     rig.draft(0, [round(rate) for rate in rates], 40_000)
@@ -166,11 +166,11 @@ def test_small_losses_use_up_one_tolerance(make_rig: Callable[..., Rig]) -> None
     good = rig.pointer.now.good
     assert [one.version for one in good] == [0, 1, 2]
     assert good[-1].ratio == pytest.approx(lengths[1] / lengths[0], abs=0.01)
-    assert rig.events()[-1] == ("canary_rolled_back", 3)
+    assert rig.events()[-1] == ("trial_rolled_back", 3)
 
 
 def test_one_broken_server_of_four_vetoes_nothing(make_rig: Callable[..., Rig]) -> None:
-    rig = make_rig(4, CanaryConfig())
+    rig = make_rig(4, TrialConfig())
     rig.watching()
     rig.draft(0, GOOD, 6000)
     rig.publisher.promote(1, pin=False)
@@ -189,7 +189,7 @@ def test_figures_of_the_incumbent_survive_a_pause(
     make_rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A loop that trains drafts nothing for longer than figures reach back."""
-    rig = make_rig(1, CanaryConfig())
+    rig = make_rig(1, TrialConfig())
     rig.watching()
     rig.draft(0, GOOD, 4000)
     rig.publisher.measure()
@@ -208,7 +208,7 @@ def test_figures_of_the_incumbent_survive_a_pause(
 
 
 def test_figures_of_the_incumbent_survive_the_trainer(make_rig: Callable[..., Rig]) -> None:
-    rig = make_rig(1, CanaryConfig())
+    rig = make_rig(1, TrialConfig())
     rig.watching()
     rig.draft(0, GOOD, 4000)
     rig.publisher.measure()
@@ -222,7 +222,7 @@ def test_figures_of_the_incumbent_survive_the_trainer(make_rig: Callable[..., Ri
     rig.publisher.promote(2, pin=False)
     rig.draft(2, RUINED, 1000)
     settle(rig)
-    assert rig.served == [0] and rig.events()[-1] == ("canary_rolled_back", 2)
+    assert rig.served == [0] and rig.events()[-1] == ("trial_rolled_back", 2)
 
 
 def test_report_interval_grows_with_fleet(
@@ -252,7 +252,7 @@ def test_report_interval_grows_with_fleet(
 def test_full_disk_at_trial_start_rolls_back(
     make_rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rig = make_rig(2, CanaryConfig())
+    rig = make_rig(2, TrialConfig())
 
     def full(*_: object) -> None:
         raise RefusedError("draft.registry", "No space left", "space", "make some")

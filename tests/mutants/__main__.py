@@ -1,7 +1,7 @@
 """Makes small changes to the code that states guarantees, and says which tests notice them.
 
     python -m tests.mutants                     # all, by the tests of the fast tier
-    python -m tests.mutants --all canary swap.  # some; what lives, by the slow tests too
+    python -m tests.mutants --all trial swap.  # some; what lives, by the slow tests too
 
 ``mutants.toml`` has the changes, by area. Each is made in a copy of this checkout, where the tests
 of its area run until one fails. One that lives is a guarantee that no test states: write a test

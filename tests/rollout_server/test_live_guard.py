@@ -9,7 +9,7 @@ import pytest
 import torch
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from draft_trainer.config import CanaryConfig, PublishConfig
+from draft_trainer.config import PublishConfig, TrialConfig
 from draft_trainer.counters import Counters
 from draft_trainer.drafters.eagle3.checkpoint import Eagle3
 from draft_trainer.releases.fleet import Fleet
@@ -54,7 +54,7 @@ class Guarded:
             )
         )
         self.watch = AcceptanceWatch(self.fleet)
-        trials = Trials(CanaryConfig(), lambda: 3, self.watch)
+        trials = Trials(TrialConfig(), lambda: 3, self.watch)
         self.counters = Counters()
         self.publisher = Publisher(self.fleet, registry, self.pointer, self.counters, trials)
         self.reconciler = Reconciler(self.publisher, self.watch)
@@ -89,7 +89,7 @@ def test_forced_ruined_draft_is_rolled_back_under_load(server: Live, guarded: Gu
         assert guarded.publisher.promote(1, pin=True).draft_version == 1
         until(lambda: guarded.pointer.now.live == 0 and live.state().draft_version == 0, 240)
     assert live.drafts()[1] > before
-    assert fleet_events(guarded.counters)["canary_rolled_back"] == 1
+    assert fleet_events(guarded.counters)["trial_rolled_back"] == 1
     assert not guarded.pointer.now.pinned
     assert all(done == plain for done in rounds), "no request failed and no token differs"
 
