@@ -2,8 +2,9 @@
 
 A benchmark is ``python -m benchmarks.NAME``. It compares contestants round by round, in the same
 process or in processes that take turns, so that a machine whose speed drifts changes all of them
-alike; ratios are taken within a round and reported as median, minimum and maximum. A target is a
-figure with its bound; the exit status is 0 only if every target is met.
+alike; ratios are taken within a round and reported with their spread or a 95 % interval. A target
+is a figure with its bound; one whose interval contains the bound is not decided. The exit status is
+1 if a target is missed.
 """
 
 from __future__ import annotations

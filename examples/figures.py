@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 import platform
 import re
@@ -20,12 +21,20 @@ from rich.table import Table
 
 @dataclass(frozen=True)
 class Target:
-    """A figure and its bound. A value that was not measured (None) meets none."""
+    """A figure and its bound. A value that was not measured (None) meets none.
+
+    Attributes:
+        name, value, bound: of the figure.
+        ok: whether it is met; None where the value's interval contains the bound: not decided.
+        low, high: the 95 % interval of the value, where it has one.
+    """
 
     name: str
     value: float | None
     bound: str
-    ok: bool
+    ok: bool | None
+    low: float | None = None
+    high: float | None = None
 
     @classmethod
     def at_least(cls, name: str, value: float | None, bound: float) -> Target:
@@ -37,10 +46,46 @@ class Target:
         """Met when ``value <= bound``."""
         return cls(name, value, f"<= {bound:g}", value is not None and value <= bound)
 
+    @classmethod
+    def of_ratios(
+        cls, name: str, ratios: Sequence[float], least: float = 0.0, most: float = math.inf
+    ) -> Target:
+        """The geometric mean of paired ratios (2 to 10), with its interval by Student's t on logs.
+
+        Met where the whole interval is within ``least`` and ``most``, missed where none of it is.
+        """
+        logs = interval([math.log(ratio) for ratio in ratios])
+        value, half = math.exp(logs["mean"]), math.exp(logs["half_width"])
+        low, high = value / half, value * half
+        ok = True if least <= low and high <= most else None
+        if high < least or low > most:
+            ok = False
+        bounds = [f">= {least:g}"] if least else []
+        bounds += [f"<= {most:g}"] if most < math.inf else []
+        return cls(name, value, " and ".join(bounds), ok, low, high)
+
     @property
     def text(self) -> str:
-        """The value, for people."""
-        return "not measured" if self.value is None else f"{self.value:.4g}"
+        """The value, for people, with its interval where it has one."""
+        if self.value is None:
+            return "not measured"
+        between = "" if self.low is None else f" [{self.low:.4g}, {self.high:.4g}]"
+        return f"{self.value:.4g}{between}"
+
+    @property
+    def verdict(self) -> str:
+        """``met``, ``missed`` or ``not decided``."""
+        return {True: "met", False: "missed", None: "not decided"}[self.ok]
+
+
+_STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
+"""Two-sided 95 % quantiles at 1 to 9 degrees of freedom."""
+
+
+def interval(values: Sequence[float]) -> dict[str, float]:
+    """Mean and half-width of its 95 % interval by Student's t: 2 to 10 values."""
+    half = _STUDENT[len(values) - 2] * statistics.stdev(values) / math.sqrt(len(values))
+    return {"mean": statistics.fmean(values), "half_width": half}
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
@@ -63,9 +108,8 @@ def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> 
 
 def target_table(targets: Sequence[Target]) -> str:
     """One line a target."""
-    return "\n".join(
-        f"{'met   ' if t.ok else 'MISSED'}  {t.name}: {t.text} ({t.bound})" for t in targets
-    )
+    words = {True: "met        ", False: "MISSED     ", None: "not decided"}
+    return "\n".join(f"{words[t.ok]}  {t.name}: {t.text} ({t.bound})" for t in targets)
 
 
 def machine() -> dict[str, Any]:
@@ -101,7 +145,7 @@ def write(path: Path | None, figures: Mapping[str, Any], targets: Sequence[Targe
 
 
 def finish(path: Path | None, figures: Mapping[str, Any], targets: Sequence[Target]) -> int:
-    """Print the targets, write the JSON, return the exit status."""
+    """Print the targets, write the JSON, return the exit status: 1 where one was missed."""
     print("\n" + target_table(targets))
     write(path, figures, targets)
-    return 0 if all(target.ok for target in targets) else 1
+    return 1 if any(target.ok is False for target in targets) else 0

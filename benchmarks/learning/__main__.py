@@ -40,7 +40,7 @@ from draft_trainer.training.learner import Learner
 from examples.arithmetic_grpo import task as arithmetic
 from examples.arithmetic_grpo.sampling import solutions
 from examples.arithmetic_grpo.states import states_of
-from examples.arithmetic_grpo.summary import interval
+from examples.figures import interval
 from examples.sorting_grpo import task as sorting
 from slipstream.sample import Sample
 

@@ -25,8 +25,6 @@ from examples.figures import Target, machine, spread
 END_STEPS = 5
 """Steps pooled at either end of the run; one step alone has too few drafts for a steady figure."""
 
-_STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
-"""Two-sided 95 % quantiles at 1 to 9 degrees of freedom."""
 
 Z_BOUND = 3.3
 """Two-sided false-alarm rate 0.1 % for each arm's comparison with no speculation."""
@@ -307,12 +305,6 @@ def write_summary(run: RunRecord, path: Path) -> dict[str, Any]:
     }
     path.write_text(json.dumps(document | {"run": asdict(run)}, indent=1))
     return document
-
-
-def interval(values: Sequence[float]) -> dict[str, float]:
-    """Mean over seeds and half-width of its 95 % interval by Student's t: 2 to 10 values."""
-    half = _STUDENT[len(values) - 2] * statistics.stdev(values) / math.sqrt(len(values))
-    return {"mean": statistics.fmean(values), "half_width": half}
 
 
 def pooled_seeds(documents: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:

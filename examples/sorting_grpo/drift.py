@@ -27,9 +27,9 @@ from examples.arithmetic_grpo.grpo import group_advantages, old_log_probs, pad_b
 from examples.arithmetic_grpo.processes import Services
 from examples.arithmetic_grpo.rollouts import RolloutClient, SpecCounters
 from examples.arithmetic_grpo.sampling import completion_text, prompt_ids
-from examples.arithmetic_grpo.summary import followed, interval, pooled_seeds
+from examples.arithmetic_grpo.summary import followed, pooled_seeds
 from examples.arithmetic_grpo.tokenizer import PAD_ID
-from examples.figures import Target, machine, target_table
+from examples.figures import Target, interval, machine, target_table
 from examples.local_services import READY_TIMEOUT, RolloutServer, Settings, draft_trainer
 from examples.sorting_grpo import task
 from examples.task import reward

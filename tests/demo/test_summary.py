@@ -28,6 +28,7 @@ from examples.arithmetic_grpo.summary import (
     targets_of,
     write_summary,
 )
+from examples.figures import Target, target_table
 from slipstream.v1 import rollout_server_pb2 as pb
 
 
@@ -141,3 +142,18 @@ def test_summary_and_report_have_every_target(run: RunRecord, tmp_path: Path) ->
     page = (tmp_path / "report.html").read_text()
     assert page.count("<img ") == 6
     assert "http" not in page.replace("http-equiv", ""), "the page must be self-contained"
+
+
+@pytest.mark.parametrize(
+    ("ratios", "ok", "text"),
+    [
+        ([0.99, 1.0, 1.01], True, "met          x: 1 [0.9755, 1.025] (>= 0.97)"),
+        ([0.9, 0.91, 0.9], False, "MISSED       x: 0.9033 [0.8892, 0.9177] (>= 0.97)"),
+        ([0.9, 1.1, 1.0], None, "not decided  x: 0.9967 [0.7763, 1.28] (>= 0.97)"),
+    ],
+)
+def test_ratio_is_decided_by_its_whole_interval(
+    ratios: list[float], ok: bool | None, text: str
+) -> None:
+    target = Target.of_ratios("x", ratios, least=0.97)
+    assert target.ok is ok and target_table([target]) == text
