@@ -147,9 +147,9 @@ def test_summary_and_report_have_every_target(run: RunRecord, tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("ratios", "ok", "text"),
     [
-        ([0.99, 1.0, 1.01], True, "met          x: 1 [0.9755, 1.025] (>= 0.97)"),
-        ([0.9, 0.91, 0.9], False, "MISSED       x: 0.9033 [0.8892, 0.9177] (>= 0.97)"),
-        ([0.9, 1.1, 1.0], None, "not decided  x: 0.9967 [0.7763, 1.28] (>= 0.97)"),
+        ([0.99, 1.0, 1.01], True, "met          x: 1 [0.9754, 1.025] (>= 0.97)"),
+        ([0.9, 0.91, 0.9], False, "MISSED       x: 0.9033 [0.8891, 0.9178] (>= 0.97)"),
+        ([0.9, 1.1, 1.0], None, "not decided  x: 0.9967 [0.7767, 1.279] (>= 0.97)"),
     ],
 )
 def test_ratio_is_decided_by_its_whole_interval(
