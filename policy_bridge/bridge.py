@@ -21,12 +21,13 @@ from policy_bridge.connection import Connection
 from policy_bridge.copier import Copier
 from policy_bridge.fleet import RolloutFleet
 from policy_bridge.guard import CaptureGuard, Cause, check_temperature, thread_ended
-from policy_bridge.model import WeightWatch, find_modules
+from policy_bridge.model import find_modules
 from policy_bridge.outbox import Outbox
 from policy_bridge.selection import Spent, bytes_per_token
 from policy_bridge.session import PolicyMatrices, PolicySnapshot, Session
 from policy_bridge.stats import BridgeStats, Counters, SyncResult, flat, flat_status
 from policy_bridge.sync import NullSyncWindow, SyncWindow, TrainerProbe
+from policy_bridge.weight_watch import WeightWatch
 from slipstream import FORKS_DISTURBED
 from slipstream.client import open_channel
 from slipstream.errors import RefusedError

@@ -9,9 +9,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from policy_bridge import BridgeConfig
-from policy_bridge.model import WeightWatch
 from policy_bridge.session import PolicyMatrices
 from policy_bridge.sync import SyncWindow, policy_tensors
+from policy_bridge.weight_watch import WeightWatch
 from slipstream.errors import RefusedError
 from tests.policy_bridge.conftest import batch
 from tests.policy_bridge.windows import Windows, assert_same_bits, gradients, session_of

@@ -13,7 +13,7 @@ from transformers import Qwen3ForCausalLM
 
 from policy_bridge.capture import NullCapture
 from policy_bridge.copier import Copier
-from policy_bridge.model import WeightWatch
+from policy_bridge.weight_watch import WeightWatch
 from slipstream.errors import RefusedError
 from slipstream.sampling import sampling_of
 

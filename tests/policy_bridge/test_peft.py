@@ -11,7 +11,8 @@ from trl.trainer.utils import use_adapter
 
 from policy_bridge import BridgeConfig, PolicyBridge
 from policy_bridge.config import ModulePaths
-from policy_bridge.model import find_modules, watched
+from policy_bridge.model import find_modules
+from policy_bridge.weight_watch import watched
 from slipstream.errors import RefusedError
 from tests.tiny import tiny_qwen3
 

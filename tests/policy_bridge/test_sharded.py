@@ -24,9 +24,10 @@ from policy_bridge.capture import NullCapture
 from policy_bridge.extraction import Record, picked_logits
 from policy_bridge.hooks import ForwardStates, ForwardTap
 from policy_bridge.logits import ReturnedLogits
-from policy_bridge.model import find_modules, full_tensor, watched
+from policy_bridge.model import find_modules, full_tensor
 from policy_bridge.session import PolicyMatrices
 from policy_bridge.sync import policy_tensors
+from policy_bridge.weight_watch import watched
 from slipstream.errors import RefusedError
 from slipstream.sampling import LogitForm
 from slipstream.tensors import dtype_from_wire

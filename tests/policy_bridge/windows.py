@@ -18,9 +18,10 @@ from torch import nn
 from policy_bridge.capture import Capture, NullCapture
 from policy_bridge.config import ModulePaths
 from policy_bridge.copier import Copier
-from policy_bridge.model import PolicyModules, find_modules, watched
+from policy_bridge.model import PolicyModules, find_modules
 from policy_bridge.session import Session
 from policy_bridge.stats import Counters
+from policy_bridge.weight_watch import watched
 from slipstream.sample import Sample
 
 from .doubles import DEADLINE
