@@ -213,6 +213,8 @@ class PointerStore:
     def begin_trial(self, version: int, figures: Figures | None = None) -> None:
         """Note that every server serves a release that has to be compared with the last good one.
 
+        One that was good before, and is tried again, is not good until it passes.
+
         Args:
             version: the release.
             figures: the last good one's, where they are newer than those that are kept.
@@ -224,6 +226,7 @@ class PointerStore:
                 version,
                 live=version,
                 intent=None,
+                good=_without(now.good, version),
                 left_good_at=now.left_good_at or time.time(),
                 figures=now.figures if figures is None else figures,
             )
@@ -372,8 +375,19 @@ class PointerStore:
 
 
 def _with(good: tuple[Good, ...], newest: Good) -> tuple[Good, ...]:
-    others = [one for one in good if one.version != newest.version]
-    return (*others, newest)[-GOOD_KEPT:]
+    return (*_without(good, newest.version), newest)[-GOOD_KEPT:]
+
+
+def _without(good: tuple[Good, ...], version: int) -> tuple[Good, ...]:
+    """Leave a release out; the ratio of the next one is to the one before both."""
+    left, ratio = list[Good](), 1.0
+    for one in good:
+        if one.version == version:
+            ratio = one.ratio if left else 1.0
+        else:
+            left.append(replace(one, ratio=one.ratio * ratio))
+            ratio = 1.0
+    return tuple(left)
 
 
 def read_pointer(state: State) -> Pointer | None:

@@ -165,6 +165,29 @@ def test_pointer_passes_each_state_of_the_table(state: State) -> None:
     assert (pointer.now.live, pointer.now.promoted, pointer.now.good_versions) == (0, 0, (0,))
 
 
+@pytest.mark.parametrize("end", ["replaced", "fails", "passes"])
+def test_good_release_on_trial_again_is_good_when_it_passes(state: State, end: str) -> None:
+    pointer = PointerStore(state, lambda version: None)
+    for version, ratio in ((1, 0.9), (2, 0.8)):
+        pointer.begin_trial(version)
+        pointer.passed(FIGURES, ratio)
+    pointer.begin_commit(1)
+    pointer.begin_trial(1)
+    assert pointer.now.good_versions == (0, 2) and pointer.now.on_trial
+    assert pointer.now.standing == pytest.approx(0.72), "of 2 over 0, by way of 1"
+    if end == "passes":
+        pointer.passed(FIGURES, 1.1)
+        assert pointer.now.good_versions == (0, 2, 1)
+        assert pointer.now.standing == pytest.approx(0.72 * 1.1)
+        return
+    if end == "fails":
+        assert pointer.failed() == (1, 2)
+    else:
+        pointer.begin_trial(3)
+    assert pointer.now.state_of(1) is ReleaseState.RELEASED
+    assert pointer.now.good_versions == (0, 2)
+
+
 def test_roll_back_skips_removed_releases(state: State) -> None:
     gone: set[int] = set()
 
