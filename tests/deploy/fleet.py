@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from draft_trainer.drafters.eagle3.checkpoint import Eagle3
-from draft_trainer.releases.registry import Registry
+from draft_trainer.releases.registry import Registry, open_pointer
 from examples.arithmetic_grpo.processes import Service, free_port
 from examples.local_services import ONE_THREAD, script
 from rollout_server.ray.fleet import FleetPlan, RayFleet, Report
@@ -191,6 +191,9 @@ def served(address: str) -> tuple[int, bytes] | None:
 def second_release(registry: Registry, draft: Path) -> tuple[int, bytes]:
     """Release 1, unlike the draft that the servers start with: its version and digest."""
     registry.import_initial(draft)
+    # As a trainer left it: releases without a pointer are refused as damage.
+    open_pointer(registry)
+    registry.close()
     head = Eagle3().read(registry.path(0)).draft()
     with torch.no_grad():
         next(iter(head.parameters())).add_(0.01)

@@ -90,7 +90,7 @@ class Live(RolloutServer):
         # client, because each loads the root certificates.
         self.client = httpx.Client(
             base_url=self.http,
-            timeout=300,
+            timeout=900,
             headers={"Connection": "close"},
             limits=httpx.Limits(),
         )
