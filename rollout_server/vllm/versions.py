@@ -253,26 +253,20 @@ HOOKS: tuple[Hook, ...] = (
         "expand_batch_to_tokens",
         ("x", "cu_num_tokens", "num_tokens", "replace_from", "replace_to"),
     ),
-    Hook(
-        "vllm.v1.sample.rejection_sampler",
-        "apply_sampling_constraints",
-        ("logits", "cu_num_draft_tokens", "sampling_metadata"),
-    ),
+    Hook("vllm.v1.sample.rejection_sampler", "apply_sampling_constraints"),
     Hook(
         "vllm.v1.sample.sampler",
         "Sampler.apply_logits_processors",
         ("self", "logits", "sampling_metadata", "predict_bonus_token"),
     ),
-    *_hooks("vllm.v1.sample.metadata", "SamplingMetadata", "spec_token_ids"),
-    Hook(_MIN_TOKENS, "MinTokensLogitsProcessor.min_toks"),
-    Hook(_MIN_TOKENS, "MinTokensLogitsProcessor.apply", ("self", "logits")),
+    Hook("vllm.v1.sample.metadata", "SamplingMetadata.spec_token_ids"),
+    *_hooks(_MIN_TOKENS, "MinTokensLogitsProcessor", "min_toks", "apply"),
     Hook(
         _MIN_TOKENS,
         "MinTokensLogitsProcessor.apply_with_spec_decode",
         ("self", "logits", "num_draft_tokens"),
     ),
-    Hook(_RUNNER_V1, "GPUModelRunner.sample_tokens", ("self", "grammar_output")),
-    Hook(_RUNNER_V1, "GPUModelRunner.input_batch"),
+    *_hooks(_RUNNER_V1, "GPUModelRunner", "sample_tokens", "input_batch"),
     *_hooks("vllm.v1.worker.gpu_input_batch", "InputBatch", "generators", "num_reqs"),
     Hook("vllm.v1.engine.input_processor", "InputProcessor.process_inputs"),
     Hook("vllm.config.vllm", "VllmConfig.use_v2_model_runner"),
@@ -280,11 +274,7 @@ HOOKS: tuple[Hook, ...] = (
         Hook("vllm.v1.worker.gpu.sample.logit_bias", f"MAX_NUM_{name}")
         for name in ("ALLOWED_TOKEN_IDS", "LOGIT_BIAS_TOKENS", "STOP_TOKEN_IDS")
     ),
-    *_hooks(
-        "vllm.sampling_params",
-        "SamplingParams",
-        *("logprob_token_ids", "all_stop_token_ids", "bad_words_token_ids"),
-    ),
+    *_hooks("vllm.sampling_params", "SamplingParams", "logprob_token_ids", "all_stop_token_ids"),
     Hook(
         "vllm.model_executor.layers.vocab_parallel_embedding",
         "ParallelLMHead.tie_weights",

@@ -369,7 +369,7 @@ def test_requests_that_end_engine_are_refused() -> None:
             Processor(v2=True, drafts=False).process_inputs("r", params)
     only = SamplingParams(logprob_token_ids=[5])
     assert Processor(v2=True, drafts=False).process_inputs("r", only)
-    with pytest.raises(VLLMValidationError, match="logprob_token_ids: found 1, .*use logprobs"):
+    with pytest.raises(VLLMValidationError, match=r"logprob_token_ids: found 1, .*use logprobs"):
         Processor(v2=False, drafts=True).process_inputs("r", only)
     for params in (SamplingParams(stop_token_ids=ids), SamplingParams(min_tokens=1), None):
         assert Processor(v2=True, drafts=True).process_inputs("r", params)
