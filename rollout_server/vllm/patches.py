@@ -261,16 +261,15 @@ def keep_seeds_over_prefill(runner_class: type) -> None:
     original: Callable[..., Any] = runner_class.sample_tokens  # type: ignore[attr-defined]
 
     def sample_tokens(self: Any, *given: Any, **named: Any) -> Any:
-        batch = self.input_batch
+        generators, discarded = self.input_batch.generators, self.discard_request_mask.np
         # The tokens that these rows sample are thrown away: any random numbers will do.
-        discarded = self.discard_request_mask.np[: batch.num_reqs]
-        generators = {row: batch.generators[row] for row in batch.generators if discarded[row]}
-        for row in generators:
-            del batch.generators[row]
+        kept = {row: generator for row, generator in generators.items() if discarded[row]}
+        for row in kept:
+            del generators[row]
         try:
             return original(self, *given, **named)
         finally:
-            batch.generators.update(generators)
+            generators.update(kept)
 
     runner_class.sample_tokens = sample_tokens  # type: ignore[attr-defined]
 
@@ -287,10 +286,11 @@ def end_min_tokens_within_drafts(sampler_class: type, processor_class: type) -> 
     drafted: list[int] = []
 
     def apply_logits_processors(
-        self: Any, logits: torch.Tensor, metadata: Any, after_drafts: bool
+        self: Any, logits: torch.Tensor, sampling_metadata: Any, predict_bonus_token: bool
     ) -> torch.Tensor:
-        drafted[:] = map(len, metadata.spec_token_ids or ()) if after_drafts else ()
-        return original(self, logits, metadata, after_drafts)
+        drafts = sampling_metadata.spec_token_ids if predict_bonus_token else None
+        drafted[:] = map(len, drafts or ())
+        return original(self, logits, sampling_metadata, predict_bonus_token)
 
     def apply(self: Any, logits: torch.Tensor) -> torch.Tensor:
         if not (any(drafted) and self.min_toks):

@@ -267,7 +267,7 @@ HOOKS: tuple[Hook, ...] = (
         ("self", "logits", "num_draft_tokens"),
     ),
     *_hooks(_RUNNER_V1, "GPUModelRunner", "sample_tokens", "input_batch"),
-    *_hooks("vllm.v1.worker.gpu_input_batch", "InputBatch", "generators", "num_reqs"),
+    Hook("vllm.v1.worker.gpu_input_batch", "InputBatch.generators"),
     Hook("vllm.v1.engine.input_processor", "InputProcessor.process_inputs"),
     Hook("vllm.config.vllm", "VllmConfig.use_v2_model_runner"),
     *(

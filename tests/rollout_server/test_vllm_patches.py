@@ -272,7 +272,7 @@ def test_rows_within_prefill_leave_generators_alone() -> None:
     class Runner:
         def __init__(self) -> None:
             generators = {row: torch.Generator() for row in (0, 1, 3)}
-            self.input_batch = types.SimpleNamespace(num_reqs=4, generators=generators)
+            self.input_batch = types.SimpleNamespace(generators=generators)
             mask = torch.tensor([False, True, True, False, True]).numpy()
             self.discard_request_mask = types.SimpleNamespace(np=mask)
 
