@@ -1,5 +1,5 @@
-"""Patches for five bugs of vLLM that change what is generated, one that changes what is returned,
-and one that serialises requests.
+"""Patches for bugs of vLLM: six change what is generated, one what is returned, four let a request
+end the engine, one serialises requests.
 
 **A shared lm_head.** If the draft's lm_head equals the verifier's when vLLM loads it, which is the
 usual initialisation of a draft, vLLM drops the draft's and points it at the verifier's. The next
@@ -35,6 +35,28 @@ Before 0.32 vLLM cuts the text there, and returns the ids and log-probabilities 
 a training job would train on them. https://github.com/vllm-project/vllm/pull/47616 mends it. Below
 0.32 a request with ``stop`` is refused where tokens are drafted; ``stop_token_ids`` are not
 affected, because the scheduler cuts the tokens at those.
+
+**min_tokens with drafts.** Where a step verifies drafts, V1's sampler masks the stop tokens of the
+token after them by the tokens from before the step, so up to as many tokens too long as were
+drafted. Where drafts end decides which token is masked, so that output depends on the draft.
+https://github.com/vllm-project/vllm/pull/32642 brought it; Model Runner V2 goes by the position.
+
+**top_k without top_p.** V1 applies the sampling constraints of drafts also in a step that verifies
+none, a prefill for example: ``apply_top_k_only`` asks for the maximum of no values, an error that
+ends the engine. https://github.com/vllm-project/vllm/pull/15478 brought it.
+
+**Seeds on CPUs.** Where a prefill takes several steps, V1 samples a token in each and takes the
+random numbers back by the offset of the request's generator. A CPU's generator has none, an error
+that ends the engine. https://github.com/vllm-project/vllm/pull/10097 says that this relies on CUDA.
+
+**logprob_token_ids with drafts.** V1's rejection sampler expects the logits of the whole vocabulary
+where it gets those of these tokens alone, an error that ends the engine; V2's returns none. Such a
+request is refused. https://github.com/vllm-project/vllm/issues/42592, open in 0.33.
+
+**Long lists on Model Runner V2.** It has room for 1,024 allowed_token_ids or logit_bias tokens,
+128 stop tokens under min_tokens and 1,024 tokens of bad_words, and raises an error in the engine
+where a request has more, which ends it. Such a request is refused.
+https://github.com/vllm-project/vllm/pull/55164 is open.
 
 **Mamba-2's convolution after a push on CPUs.** ``MambaMixer2`` reads its weights through
 ``conv_weights``, a view of ``conv1d.weight``. A CPU's kernel packs that parameter into other memory
@@ -78,12 +100,18 @@ def install() -> None:
     import vllm.v1.sample.rejection_sampler as rejection_sampler
     from vllm.platforms import current_platform
     from vllm.sampling_params import SamplingParams
+    from vllm.v1.engine.input_processor import InputProcessor
+    from vllm.v1.sample.logits_processor import MinTokensLogitsProcessor
+    from vllm.v1.sample.sampler import Sampler
     from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
     from vllm.v1.worker.gpu.spec_decode.eagle import utils
     from vllm.version import __version__ as vllm_version
 
     if older(vllm_version, "0.32"):
         refuse_stop_strings(SamplingParams, vllm_version)
+    refuse_fatal_requests(InputProcessor)
+    accept_steps_without_drafts(rejection_sampler)
+    end_min_tokens_within_drafts(Sampler, MinTokensLogitsProcessor)
     keep_own_lm_head(SpecDecodeBaseProposer)
     keep_own_lm_head_v2(utils)
     if current_platform.is_cpu():
@@ -93,7 +121,9 @@ def install() -> None:
             ParallelLMHead,
             UnquantizedEmbeddingMethod,
         )
+        from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
+        keep_seeds_over_prefill(GPUModelRunner)
         repair_sampler(rejection_sampler)
         let_threads_run(shm_broadcast)
         pack_experts_again(UnquantizedFusedMoEMethod)
@@ -156,6 +186,127 @@ def refuse_stop_strings(params_class: type, version: str) -> None:
             )
 
     params_class._validate_spec_decode = validate_spec_decode  # type: ignore[attr-defined]
+
+
+def refuse_fatal_requests(processor_class: type) -> None:
+    """Have requests refused that would end the engine.
+
+    Args:
+        processor_class: ``InputProcessor``, which makes the engine's request of a user's.
+    """
+    from vllm.exceptions import VLLMValidationError
+
+    original: Callable[..., Any] = processor_class.process_inputs  # type: ignore[attr-defined]
+
+    def process_inputs(self: Any, *given: Any, **named: Any) -> Any:
+        request = original(self, *given, **named)
+        text = _fatal(request.sampling_params, self.vllm_config)
+        if text:
+            raise VLLMValidationError(text)
+        return request
+
+    processor_class.process_inputs = process_inputs  # type: ignore[attr-defined]
+
+
+def _fatal(params: Any, config: Any) -> str:
+    """Return why a request's ``SamplingParams``, None if it has none, would end the engine."""
+    if params is None:
+        return ""
+    if params.logprob_token_ids and config.speculative_config is not None:
+        return (
+            f"logprob_token_ids: found {len(params.logprob_token_ids)}, expected none with drafts. "
+            "Next step: use logprobs"
+        )
+    if not config.use_v2_model_runner:
+        return ""
+    from vllm import envs
+    from vllm.v1.worker.gpu.sample import logit_bias as limits
+
+    stops = params.all_stop_token_ids if params.min_tokens else ()
+    words = params.bad_words_token_ids or ()
+    for name, found, most in (
+        ("allowed_token_ids", params.allowed_token_ids, limits.MAX_NUM_ALLOWED_TOKEN_IDS),
+        ("logit_bias", params.logit_bias, limits.MAX_NUM_LOGIT_BIAS_TOKENS),
+        ("stop_token_ids with min_tokens", stops, limits.MAX_NUM_STOP_TOKEN_IDS),
+        ("tokens of bad_words", [*itertools.chain(*words)], envs.VLLM_MAX_BAD_WORDS_TOTAL_TOKENS),
+    ):
+        if len(found or ()) > most:
+            return (
+                f"{name}: found {len(found)}, expected at most {most} on Model Runner V2. Next "
+                "step: send fewer, or serve with VLLM_USE_V2_MODEL_RUNNER=0"
+            )
+    return ""
+
+
+def accept_steps_without_drafts(module: ModuleType) -> None:
+    """Have V1's sampling constraints of drafts accept a step that verifies none.
+
+    Args:
+        module: ``vllm.v1.sample.rejection_sampler``.
+    """
+    original: Callable[..., torch.Tensor] = module.apply_sampling_constraints
+
+    def apply_sampling_constraints(logits: torch.Tensor, *rest: Any, **named: Any) -> torch.Tensor:
+        return original(logits, *rest, **named) if logits.shape[0] else logits
+
+    module.apply_sampling_constraints = apply_sampling_constraints  # type: ignore[attr-defined]
+
+
+def keep_seeds_over_prefill(runner_class: type) -> None:
+    """Have steps that do not end a request's prefill leave its generator alone, on a CPU.
+
+    Args:
+        runner_class: ``GPUModelRunner`` of V1, the base class of the one for CPUs.
+    """
+    original: Callable[..., Any] = runner_class.sample_tokens  # type: ignore[attr-defined]
+
+    def sample_tokens(self: Any, *given: Any, **named: Any) -> Any:
+        generators, discarded = self.input_batch.generators, self.discard_request_mask.np
+        # The tokens that these rows sample are thrown away: any random numbers will do.
+        kept = {row: generator for row, generator in generators.items() if discarded[row]}
+        for row in kept:
+            del generators[row]
+        try:
+            return original(self, *given, **named)
+        finally:
+            generators.update(kept)
+
+    runner_class.sample_tokens = sample_tokens  # type: ignore[attr-defined]
+
+
+def end_min_tokens_within_drafts(sampler_class: type, processor_class: type) -> None:
+    """Have V1 count drafted tokens when it masks stop tokens in the token after them.
+
+    Args:
+        sampler_class: ``Sampler``, which samples that token.
+        processor_class: ``MinTokensLogitsProcessor``.
+    """
+    original: Callable[..., torch.Tensor] = sampler_class.apply_logits_processors  # type: ignore[attr-defined]
+    mask: Callable[..., torch.Tensor] = processor_class.apply  # type: ignore[attr-defined]
+    drafted: list[int] = []
+
+    def apply_logits_processors(
+        self: Any, logits: torch.Tensor, sampling_metadata: Any, predict_bonus_token: bool
+    ) -> torch.Tensor:
+        drafts = sampling_metadata.spec_token_ids if predict_bonus_token else None
+        drafted[:] = map(len, drafts or ())
+        return original(self, logits, sampling_metadata, predict_bonus_token)
+
+    def apply(self: Any, logits: torch.Tensor) -> torch.Tensor:
+        if not (any(drafted) and self.min_toks):
+            return mask(self, logits)
+        before = self.min_toks
+        self.min_toks = {
+            row: (least - drafted[row], *rest) for row, (least, *rest) in before.items()
+        }
+        try:
+            # As if the token were a draft of its own: one row for each request.
+            return self.apply_with_spec_decode(logits, [1] * len(drafted))  # type: ignore[no-any-return]
+        finally:
+            self.min_toks = before
+
+    sampler_class.apply_logits_processors = apply_logits_processors  # type: ignore[attr-defined]
+    processor_class.apply = apply  # type: ignore[attr-defined]
 
 
 def storages(module: nn.Module) -> set[int]:

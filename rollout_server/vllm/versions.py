@@ -96,6 +96,7 @@ _CORE = "vllm.v1.engine.core"
 _SCHEDULER = "vllm.v1.core.sched.scheduler"
 _RUNNER_V1 = "vllm.v1.worker.gpu_model_runner"
 _RUNNER_V2 = "vllm.v1.worker.gpu.model_runner"
+_MIN_TOKENS = "vllm.v1.sample.logits_processor.builtin"
 _RELOAD = "vllm.model_executor.model_loader.reload"
 
 HOOKS: tuple[Hook, ...] = (
@@ -252,6 +253,28 @@ HOOKS: tuple[Hook, ...] = (
         "expand_batch_to_tokens",
         ("x", "cu_num_tokens", "num_tokens", "replace_from", "replace_to"),
     ),
+    Hook("vllm.v1.sample.rejection_sampler", "apply_sampling_constraints"),
+    Hook(
+        "vllm.v1.sample.sampler",
+        "Sampler.apply_logits_processors",
+        ("self", "logits", "sampling_metadata", "predict_bonus_token"),
+    ),
+    Hook("vllm.v1.sample.metadata", "SamplingMetadata.spec_token_ids"),
+    *_hooks(_MIN_TOKENS, "MinTokensLogitsProcessor", "min_toks", "apply"),
+    Hook(
+        _MIN_TOKENS,
+        "MinTokensLogitsProcessor.apply_with_spec_decode",
+        ("self", "logits", "num_draft_tokens"),
+    ),
+    *_hooks(_RUNNER_V1, "GPUModelRunner", "sample_tokens", "input_batch"),
+    Hook("vllm.v1.worker.gpu_input_batch", "InputBatch.generators"),
+    Hook("vllm.v1.engine.input_processor", "InputProcessor.process_inputs"),
+    Hook("vllm.config.vllm", "VllmConfig.use_v2_model_runner"),
+    *(
+        Hook("vllm.v1.worker.gpu.sample.logit_bias", f"MAX_NUM_{name}")
+        for name in ("ALLOWED_TOKEN_IDS", "LOGIT_BIAS_TOKENS", "STOP_TOKEN_IDS")
+    ),
+    *_hooks("vllm.sampling_params", "SamplingParams", "logprob_token_ids", "all_stop_token_ids"),
     Hook(
         "vllm.model_executor.layers.vocab_parallel_embedding",
         "ParallelLMHead.tie_weights",

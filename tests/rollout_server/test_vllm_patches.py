@@ -241,6 +241,140 @@ def test_stop_strings_are_refused_with_drafts() -> None:
     assert SamplingParams(stop="7").stop == ["7"] and not SamplingParams().stop
 
 
+def test_constraints_accept_step_without_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first half fails on a vLLM that accepts it: then the workaround can go."""
+    from vllm.v1.sample import rejection_sampler as module
+
+    for name in ("apply_sampling_constraints", "expand_batch_to_tokens"):
+        monkeypatch.setattr(module, name, getattr(module, name))
+    vllm_patches.repair_sampler(module)
+    metadata: Any = types.SimpleNamespace(
+        all_greedy=False, temperature=torch.ones(1), top_k=torch.tensor([2]), top_p=None
+    )
+    none = torch.empty(0, 4), torch.tensor([0])
+    with pytest.raises(RuntimeError, match="max"):
+        module.apply_sampling_constraints(*none, metadata)
+    vllm_patches.accept_steps_without_drafts(module)
+    assert module.apply_sampling_constraints(*none, metadata).shape == (0, 4)
+    logits = torch.tensor([[1.0, 2.0, 3.0, 4.0]])
+    out = module.apply_sampling_constraints(logits, torch.tensor([1]), metadata)
+    assert out.tolist() == [[-torch.inf, -torch.inf, 3.0, 4.0]]
+
+
+def test_rows_within_prefill_leave_generators_alone() -> None:
+    """The first half fails on a vLLM that does not ask a generator for its offset."""
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    assert "get_offset()" in inspect.getsource(GPUModelRunner._bookkeeping_sync)
+    with pytest.raises(RuntimeError, match="offset"):
+        torch.Generator().get_offset()
+
+    class Runner:
+        def __init__(self) -> None:
+            generators = {row: torch.Generator() for row in (0, 1, 3)}
+            self.input_batch = types.SimpleNamespace(generators=generators)
+            mask = torch.tensor([False, True, True, False, True]).numpy()
+            self.discard_request_mask = types.SimpleNamespace(np=mask)
+
+        def sample_tokens(self, fails: bool) -> list[int]:
+            if fails:
+                raise RuntimeError("sampling")
+            return sorted(self.input_batch.generators)
+
+    vllm_patches.keep_seeds_over_prefill(Runner)
+    runner = Runner()
+    kept = dict(runner.input_batch.generators)
+    assert runner.sample_tokens(False) == [0, 3]
+    assert runner.input_batch.generators == kept
+    with pytest.raises(RuntimeError, match="sampling"):
+        runner.sample_tokens(True)
+    assert runner.input_batch.generators == kept
+
+
+def test_min_tokens_end_within_drafts() -> None:
+    """The first half fails on a vLLM that counts drafted tokens: then the workaround can go."""
+    from vllm import SamplingParams
+    from vllm.v1.sample.logits_processor import BatchUpdate, MinTokensLogitsProcessor
+    from vllm.v1.sample.sampler import Sampler
+
+    drafted = [[7] * count for count in (3, 1, 2, 0, 3)]
+    eos, least, output = 2, 5, [7, 7, 7]
+
+    def masked(sampler_class: Any, processor_class: Any, after_drafts: bool) -> list[bool]:
+        """Return which rows cannot sample a stop token; the last one has no ``min_tokens``."""
+        processor = processor_class(None, torch.device("cpu"), False)
+        params = [SamplingParams(min_tokens=least, stop_token_ids=[eos]) for _ in drafted[:-1]]
+        added = [(row, each, None, output) for row, each in enumerate(params)]
+        processor.update_state(BatchUpdate(len(drafted), [], added, []))
+        metadata = types.SimpleNamespace(
+            bad_words_token_ids={},
+            no_penalties=True,
+            output_token_ids=[output] * len(drafted),
+            spec_token_ids=drafted,
+            allowed_token_ids_mask=None,
+            logitsprocs=types.SimpleNamespace(non_argmax_invariant=[processor]),
+            thinking_budget_state_holder=None,
+        )
+        sampler = sampler_class.__new__(sampler_class)
+        logits = sampler.apply_logits_processors(torch.zeros(5, 9), metadata, after_drafts)
+        found = logits.isinf()
+        assert int(found.sum()) == int(found[:, eos].sum())
+        assert all(count == least for count, *_ in processor.min_toks.values())
+        return found[:, eos].tolist()  # type: ignore[no-any-return]
+
+    ours = type("Ours", (Sampler,), {}), type("OurMask", (MinTokensLogitsProcessor,), {})
+    vllm_patches.end_min_tokens_within_drafts(*ours)
+    every = [True, True, True, True, False]
+    assert masked(Sampler, MinTokensLogitsProcessor, True) == every
+    assert masked(*ours, True) == [False, True, False, True, False]
+    assert masked(*ours, False) == every
+
+
+def test_requests_that_end_engine_are_refused() -> None:
+    """The first lines fail on a vLLM that has room for them: then the refusal can go."""
+    from vllm import SamplingParams
+    from vllm.exceptions import VLLMValidationError
+    from vllm.v1.worker.gpu.sample.bad_words import BadWordsState
+    from vllm.v1.worker.gpu.sample.logit_bias import LogitBiasState
+
+    for state in (LogitBiasState, BadWordsState):
+        assert "raise ValueError" in inspect.getsource(state.add_request)
+
+    class Processor:
+        def __init__(self, v2: bool, drafts: bool) -> None:
+            self.vllm_config = types.SimpleNamespace(
+                use_v2_model_runner=v2, speculative_config=object() if drafts else None
+            )
+
+        def process_inputs(self, name: str, params: object) -> object:
+            return types.SimpleNamespace(sampling_params=params)
+
+    vllm_patches.refuse_fatal_requests(Processor)
+    ids = [*range(2000)]
+    words = SamplingParams(bad_words=["a"])
+    words._bad_words_token_ids = [ids]
+    long: dict[str, SamplingParams] = {
+        "allowed_token_ids: found 2000, expected at most 1024": SamplingParams(
+            allowed_token_ids=ids
+        ),
+        "logit_bias: found 2000": SamplingParams(logit_bias=dict.fromkeys(ids, 1.0)),
+        "stop_token_ids with min_tokens: found 2000, expected at most 128": SamplingParams(
+            stop_token_ids=ids, min_tokens=1
+        ),
+        "tokens of bad_words: found 2000": words,
+    }
+    for text, params in long.items():
+        assert Processor(v2=False, drafts=True).process_inputs("r", params)
+        with pytest.raises(VLLMValidationError, match=text):
+            Processor(v2=True, drafts=False).process_inputs("r", params)
+    only = SamplingParams(logprob_token_ids=[5])
+    assert Processor(v2=True, drafts=False).process_inputs("r", only)
+    with pytest.raises(VLLMValidationError, match=r"logprob_token_ids: found 1, .*use logprobs"):
+        Processor(v2=False, drafts=True).process_inputs("r", only)
+    for params in (SamplingParams(stop_token_ids=ids), SamplingParams(min_tokens=1), None):
+        assert Processor(v2=True, drafts=True).process_inputs("r", params)
+
+
 def test_patches_apply_once_per_process(monkeypatch: pytest.MonkeyPatch) -> None:
     patched: list[object] = []
     for module in (worker, engine_core, vllm_patches):

@@ -24,7 +24,11 @@ class AsynchronousCpu(CpuPlatform):
     @classmethod
     def check_and_update_config(cls, vllm_config: VllmConfig) -> None:
         """vLLM's own check, then asynchronous scheduling."""
+        from vllm.v1.sample.ops import topk_topp_sampler
+
         super().check_and_update_config(vllm_config)
+        # The interpreter cannot run Triton's top-k and top-p.
+        topk_topp_sampler.HAS_TRITON = False
         vllm_config.scheduler_config.async_scheduling = True
 
 
