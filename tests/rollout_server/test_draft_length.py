@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -32,6 +33,10 @@ from rollout_server.control.step_costs import (
     StepSum,
     StepSums,
 )
+from rollout_server.vllm.api_server import _load
+
+if TYPE_CHECKING:
+    from vllm import SamplingParams
 
 pytestmark = pytest.mark.contract("draft length")
 
@@ -416,6 +421,31 @@ def test_calibration_stops_and_load_times_the_rest(monkeypatch: pytest.MonkeyPat
     server.serve(100, requests=8)
     table = chooser.table
     assert table is not None and table[8] == max(range(4), key=lambda k: speed(FRESH, k, 8))
+
+
+def test_calibration_load_ends_after_its_steps() -> None:
+    """A model that accepts nothing would take four steps where one that accepts all takes one."""
+    running: set[str] = set()
+    longest = []
+
+    class Client:
+        async def generate(
+            self, prompt: object, sampling: SamplingParams, name: str
+        ) -> AsyncIterator[int]:
+            running.add(name)
+            longest.append(sampling.max_tokens)
+            try:
+                for token in range(sampling.max_tokens or 0):
+                    await asyncio.sleep(0)
+                    seen[name] = token + 1
+                    yield token
+            finally:
+                running.remove(name)
+
+    seen: dict[str, int] = {}
+    asyncio.run(_load(Client())(3, 6, 4))
+    assert running == set() and [*seen.values()] == [7] * 3, "one for the prompt"
+    assert longest == [25] * 3
 
 
 def test_idle_reading_does_not_count_calibration_again() -> None:
