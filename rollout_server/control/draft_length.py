@@ -303,7 +303,9 @@ class LengthControl:
             chooser.try_again()
         else:
             before = chooser.table, chooser.speed_up
-            chooser.choose(rates, sure or not 0 < recent.drafts < FIRST_DRAFTS)
+            # Before its first draft, too, unless this is a try.
+            untried = not recent.drafts and self._retry_after == RETRY_SECONDS
+            chooser.choose(rates, sure or untried or recent.drafts >= FIRST_DRAFTS)
             # Not while drafting is off: every try of a draft may cost the prefix cache.
             if steps and self._live is not None and chooser.table != self._live:
                 oldest = self._longest_untimed(chooser.in_use())

@@ -474,6 +474,25 @@ def test_first_lengths_follow_expected_acceptance(
     assert (table and table[1]) == first
 
 
+def test_draft_that_is_better_than_expected_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rollout_server.control.draft_length.asyncio.sleep", no_sleep)
+    server = Server(FRESH, running=1)
+    server.tracker.start(0, (0.05, 0.0, 0.0))
+    asyncio.run(server.control.update(server.sums))
+    assert server.told == [None]
+    server.spend(RETRY_SECONDS + 1)
+    server.serve(10)
+    assert server.told == [None, [1] * 65]
+    # Steps that read prompts: nothing was drafted yet.
+    server.spend(1.0)
+    asyncio.run(server.control.update(server.sums))
+    assert server.told == [None, [1] * 65]
+    for _ in range(6):
+        server.serve(60)
+    table = server.control.chooser.table
+    assert table is not None and table[1] == 3
+
+
 def drafted(rates: Sequence[float], drafts: int, seed: int) -> list[int]:
     """Count these drafts by how many of their tokens are accepted, from 0 on."""
     draw = random.Random(seed)
