@@ -412,12 +412,18 @@ def test_calibration_stops_and_load_times_the_rest(monkeypatch: pytest.MonkeyPat
     assert {n for _, n, _ in engine.sums} == {1}, "the fewest requests first"
     assert (engine.on, engine.k) == (True, 3)
     server.control = LengthControl(chooser, server.tracker, server.set_lengths)
-    server.sums = dict(engine.sums)
-    server.serve(100, requests=8)
+    server.sums, server.running = dict(engine.sums), 1
+    for _ in range(6):
+        server.serve(20)
+    assert {*server.control._timed.values()}.isdisjoint({-math.inf}), "under load, at one request"
+    server.running = 8
+    server.serve(50, requests=8)
     assert chooser.untimed() == [-1, 1, 2, 0], "at eight requests"
-    for _ in range(4):
-        server.serve(100, requests=8)
+    server.spend(RECENT_SECONDS + 1)
+    for _ in range(5):
+        server.serve(50, requests=8)
     assert chooser.untimed() == []
+    assert sum(total.seconds for total in server.sums.values()) < REFRESH_SECONDS
     server.serve(100, requests=8)
     table = chooser.table
     assert table is not None and table[8] == max(range(4), key=lambda k: speed(FRESH, k, 8))
