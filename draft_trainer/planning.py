@@ -28,7 +28,7 @@ from slipstream.economics.arithmetic import (
     schedule,
     speed_up,
 )
-from slipstream.economics.costs import OFF, Costs
+from slipstream.economics.costs import FITTED_REQUESTS, OFF, Costs
 from slipstream.errors import RefusedError
 
 LEAST_TAIL = 1.2
@@ -46,6 +46,7 @@ class Fleet:
 
     Attributes:
         costs: of engine steps, with ``costs_source`` in words.
+        guess: why they are a guess (``beyond_fit``).
         rates: acceptance by position of the adapted draft, or of the only one.
         frozen_rates: of the draft that would be served unadapted, in the same state of the policy.
         lengths: tokens of completions, one entry each: what a step's are drawn from.
@@ -62,6 +63,7 @@ class Fleet:
     lengths: Sequence[float]
     loop: Loop
     upkeep: float
+    guess: Sequence[str] = ()
     frozen_rates: Sequence[float] | None = None
     engines: int = 1
     rollouts: int = 64
@@ -134,6 +136,7 @@ def make_plan(fleet: Fleet) -> dict[str, Any]:
     plan: dict[str, Any] = {
         "inputs": {
             "step_costs": fleet.costs_source,
+            "beyond_fitted_range": list(fleet.guess),
             "acceptance_by_position": list(rates),
             "frozen_acceptance_by_position": fleet.frozen_rates and list(fleet.frozen_rates),
             "rollout_tokens": _quantiles(fleet.lengths),
@@ -172,7 +175,19 @@ def make_plan(fleet: Fleet) -> dict[str, Any]:
 
 
 def verdict(plan: Mapping[str, Any]) -> str:
-    """The plan in a sentence or two."""
+    """The plan in a sentence or two, and whether it is a guess."""
+    guess = plan["inputs"]["beyond_fitted_range"]
+    if not guess:
+        return _verdict(plan)
+    return (
+        f"A guess: {_verdict(plan)} Estimates were compared with measured steps and drafts of "
+        "dense policies of 7 to 14 billion parameters in bfloat16 on one A100 or H100 at up to "
+        f"{FITTED_REQUESTS} requests; this is {', '.join(guess)}. Measure: give --server or "
+        "--step-costs."
+    )
+
+
+def _verdict(plan: Mapping[str, Any]) -> str:
     arms = {a["name"]: a for a in plan["arms"]}
     plain, chosen = arms["no speculation"], arms["best k per batch"]
     gain = chosen["generation_speed_up"]

@@ -13,6 +13,9 @@ from typing import Any
 import pytest
 from starlette.responses import PlainTextResponse
 
+from benchmarks.plan_published import rules
+from benchmarks.plan_published.__main__ import read_rows
+from benchmarks.plan_published.cells import H100_PCIE, SMALL_STEPS, shape_of
 from draft_trainer.cli.main import main
 from draft_trainer.cli.plan import served_costs
 from draft_trainer.planning import Fleet, make_plan, read_lengths
@@ -260,6 +263,84 @@ def test_policy_shapes_and_roofline() -> None:
     assert costs == sorted(costs)
     # A step without drafts, of a server that speculates: the draft runs once.
     assert costs[1] > costs[0] + roofline.draft_seconds + roofline.speculative_seconds
+
+
+SMALL = {  # Qwen3-0.6B and SmolLM2-135M
+    "hidden_size": 1024,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "intermediate_size": 3072,
+    "vocab_size": 151936,
+}
+SMALLER = {
+    "hidden_size": 576,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "intermediate_size": 1536,
+    "vocab_size": 49152,
+}
+
+
+@pytest.mark.parametrize("config", [SMALL, SMALLER])
+def test_step_of_small_policy_has_a_floor(config: dict[str, int]) -> None:
+    """Launches alone take a millisecond, with drafts and without."""
+    roofline = Roofline(hardware("h100"), policy_shape(config), eagle3_shape(config, 32_000))
+    plain, drafted = (roofline.seconds(k, 1, 200) for k in (OFF, 3))
+    assert 1.1e-3 < plain < 2.5e-3
+    assert drafted > plain + 1e-3
+    # Of a thousandth of the weights, it is the floor.
+    tiny = config | {"hidden_size": 64, "intermediate_size": 64, "vocab_size": 256, "head_dim": 64}
+    floor = roofline.layer_seconds * config["num_hidden_layers"]
+    steps = Roofline(hardware("h100"), policy_shape(tiny), eagle3_shape(tiny, 256))
+    assert steps.seconds(OFF, 1, 0) == pytest.approx(floor, rel=0.03)
+
+
+@pytest.mark.parametrize(
+    ("config", "options", "guess"),
+    [
+        (LLAMA, ["--gpu", "A100"], ""),
+        (LLAMA, ["--gpu", "H100", "--requests", "64"], ""),
+        (SMALL, ["--gpu", "H100"], "a policy of 0.6 billion weights"),
+        (SMALLER, ["--gpu", "A100"], "a policy of 0.13 billion weights"),
+        (LLAMA, ["--gpu", "B200"], "B200"),
+        (LLAMA, ["--gpu", "A100", "--gpus-per-engine", "4"], "4 GPUs"),
+        (LLAMA, ["--gpu", "A100", "--weight-bytes", "1"], "weights of 1 bytes"),
+        (LLAMA, ["--gpu", "A100", "--requests", "128"], "128 requests"),
+        (LLAMA | {"num_experts": 8}, ["--gpu", "A100"], "8 experts"),
+    ],
+)
+def test_estimate_beyond_fitted_range_is_called_a_guess(
+    config: dict[str, int],
+    options: list[str],
+    guess: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    argv = ["plan", "--policy", f"{tmp_path}", "--lengths", "lognormal:100,1,500", *options]
+    assert main([*argv, "--acceptance", "0.8,0.6", "--steps", "1"]) == 0
+    verdict = capsys.readouterr().out.splitlines()[-1]
+    assert verdict.startswith("A guess: ") == bool(guess)
+    assert guess in verdict
+    assert ("--server or --step-costs" in verdict) == bool(guess)
+
+
+def test_published_steps_of_small_models_are_estimated() -> None:
+    for model, requests, context, milliseconds in SMALL_STEPS:
+        shape = shape_of(model)
+        estimated = 1e3 * Roofline(H100_PCIE, shape, shape).seconds(OFF, requests, context)
+        within = 0.17 if requests == 32 else 0.06
+        assert estimated == pytest.approx(milliseconds, rel=within), (model, requests, context)
+
+
+def test_planned_lengths_beat_sglang_table_on_published_steps() -> None:
+    compared = rules.compare(read_rows())
+    least = rules.least(compared)
+    assert least[rules.BY_PLAN] > 0.99 and least[rules.BY_AUTO] > 0.98
+    assert all(c[rules.BY_PLAN] >= c[rules.BY_SGLANG] - 0.01 for c in compared)
 
 
 def test_read_lengths_and_step_costs(tmp_path: Path) -> None:

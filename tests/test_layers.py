@@ -30,6 +30,7 @@ MEASURED = {
     "publish_faults": {"rollout_server"},
     "feed_faults": {"policy_bridge"},
     "gpu": {"policy_bridge"},
+    "plan_published": {"rollout_server"},
     "policy_stall": {"policy_bridge"},
     "transport": {"policy_bridge"},
 }

@@ -1,12 +1,14 @@
 """``python -m benchmarks.plan_published``: the planner against figures that others have published.
 
-Three questions. How far is the roofline from the step times of a model that it was not fitted to;
-how far is a measured table between its own points; and are cells of published tables what the model
-makes of the others in the same table.
+Four questions. How far is the roofline from the step times of a model that it was not fitted to;
+how far is a measured table between its own points; are cells of published tables what the model
+makes of the others in the same table; and how fast are rollouts with draft lengths from the
+planner, from ``--speculation auto`` and from SGLang's default table, on published steps.
 
 ``a100_steps.csv`` holds medians of furiosa-ai/EfficientRollout's sweeps (``sd_toggle/configs``,
 Apache License 2.0; arXiv 2606.18967): milliseconds of a target pass over k + 1 tokens of each
-request and of a draft pass, by batch and context, on one A100.
+request and of a draft pass, by batch and context, on one A100. ``cells.SMALL_STEPS`` are of small
+models.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import dataclasses
 import math
 import statistics
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,17 +27,26 @@ from typing import Any
 from scipy.optimize import least_squares
 
 from benchmarks.harness import Target, finish, options, table
-from benchmarks.plan_published.cells import MEASURED_COST, NOT_PREDICTED, published_cells
+from benchmarks.plan_published import rules
+from benchmarks.plan_published.cells import (
+    H100_PCIE,
+    MEASURED_COST,
+    NOT_PREDICTED,
+    SMALL_STEPS,
+    published_cells,
+    shape_of,
+)
 from slipstream.economics.arithmetic import Loop, acceptance_length, break_even
-from slipstream.economics.costs import OFF, ModelShape, Roofline, StepTable, hardware, policy_shape
+from slipstream.economics.costs import OFF, Roofline, StepTable, hardware
 
-CONFIGS = {
-    "Qwen2.5-7B": (3584, 28, 28, 4, 18944, 152064),
-    "Qwen2.5-14B": (5120, 48, 40, 8, 13824, 152064),
-    "Llama-3.1-8B": (4096, 32, 32, 8, 14336, 128256),
-}
-FIELDS = ("memory_share", "compute_share", "corner", "context_share", "request_seconds")
-BOUNDS = ([0.3, 0.3, 1, 0, 0], [1, 1, 20, 3, 300e-6])
+LARGE = ("Qwen2.5-7B", "Qwen2.5-14B", "Llama-3.1-8B")
+SMALL = ("Qwen2.5-0.5B", "Qwen3-1.7B")
+FIELDS = (
+    *("memory_share", "compute_share", "corner", "context_share"),
+    *("layer_seconds", "request_seconds"),
+)
+BOUNDS = ([0.3, 0.3, 1, 0, 0, 0], [1, 1, 20, 3, 300e-6, 300e-6])
+START = [0.75, 0.8, 2, 0.5, 30e-6, 40e-6]
 CONDITIONAL = (0.5, 0.6, 0.7, 0.8, 0.9)
 """Acceptance of each position, once it is reached, at which the sign of the gain is judged."""
 
@@ -64,17 +76,19 @@ def read_rows() -> list[Row]:
         ]
 
 
-def shape_of(model: str) -> ModelShape:
-    """Return a model's shape, from the sizes in its config.json."""
-    names = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
-    sizes = zip((*names, "intermediate_size", "vocab_size"), CONFIGS[model], strict=True)
-    return policy_shape(dict(sizes))
+def small_rows() -> list[Row]:
+    """All cells of ``SMALL_STEPS``."""
+    return [
+        Row(model, batch, context, 0, milliseconds / 1e3, 0.0)
+        for model, batch, context, milliseconds in SMALL_STEPS
+    ]
 
 
 def roofline(model: str, figures: Sequence[float] | None = None) -> Roofline:
-    """Return the costs of target passes on an A100, with the fitted figures or the shipped ones."""
+    """Return the costs of target passes where the model was measured, with the fitted figures or
+    the shipped ones."""
     shape = shape_of(model)
-    shipped = Roofline(hardware("A100"), shape, shape)
+    shipped = Roofline(H100_PCIE if model in SMALL else hardware("A100"), shape, shape)
     if figures is None:
         return shipped
     fitted: dict[str, Any] = dict(zip(FIELDS, map(float, figures), strict=True))
@@ -89,15 +103,17 @@ def target_seconds(costs: Roofline, row: Row) -> float:
 
 
 def fit(rows: Sequence[Row]) -> list[float]:
-    """``FIELDS`` by least squares of log seconds."""
+    """``FIELDS`` by least squares of log seconds, in which each model counts the same."""
+    cells = Counter(row.model for row in rows)
 
     def errors(figures: Sequence[float]) -> list[float]:
-        by_model = {model: roofline(model, figures) for model in {r.model for r in rows}}
-        return [math.log(target_seconds(by_model[r.model], r) / r.target) for r in rows]
+        by_model = {model: roofline(model, figures) for model in cells}
+        return [
+            math.log(target_seconds(by_model[r.model], r) / r.target) / math.sqrt(cells[r.model])
+            for r in rows
+        ]
 
-    found = least_squares(
-        errors, [0.75, 0.8, 2, 0.5, 40e-6], bounds=BOUNDS, x_scale=[1, 1, 1, 1, 1e-5]
-    )
+    found = least_squares(errors, START, bounds=BOUNDS, x_scale=[1, 1, 1, 1, 1e-5, 1e-5])
     return list(found.x)
 
 
@@ -111,7 +127,7 @@ def mean_error(rows: Sequence[Row], predicted: Sequence[float]) -> float:
 def judge_roofline(rows: Sequence[Row]) -> tuple[list[list[str]], dict[str, float]]:
     """Table rows and, by model, its mean error when the fit has not seen it."""
     shown, errors = [], {}
-    for model in CONFIGS:
+    for model in (*LARGE, *SMALL):
         own = [row for row in rows if row.model == model]
         left_out = fit([row for row in rows if row.model != model])
         predicted = [target_seconds(roofline(model, left_out), row) for row in own]
@@ -130,7 +146,7 @@ def judge_tables(rows: Sequence[Row]) -> tuple[float, float, int, int]:
         Mean error of a step's seconds, largest error, signs of the gain that are right, and judged.
     """
     errors, right, judged = [], 0, 0
-    for model in CONFIGS:
+    for model in LARGE:
         for context in sorted({row.context for row in rows}):
             cells = {
                 (row.k, row.batch): row.target + row.k * row.draft
@@ -158,11 +174,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Print tables and targets."""
     parsed = options("plan_published", (__doc__ or "").split("\n\n")[1]).parse_args(argv)
     rows = read_rows()
-    shown, left_out = judge_roofline(rows)
+    every = rows + small_rows()
+    shown, left_out = judge_roofline(every)
     print(
         table(
-            "Mean error of the roofline on an A100",
-            ["model", "cells", "fitted to the other two", "as shipped"],
+            "Mean error of the roofline: on an A100, and of small models on an H100",
+            ["model", "cells", "fitted to the others", "as shipped"],
             shown,
         )
     )
@@ -195,22 +212,41 @@ def main(argv: Sequence[str] | None = None) -> int:
     print("\n235B on 512 GPUs, step speed-up if a speculative step cost what the paper measured:")
     for name, gains in what_if.items():
         print(f"  {name}: {min(gains):.2f} .. {max(gains):.2f}")
+    compared = rules.compare(rows)
+    print()
+    print(
+        table(
+            "Speed-up of rollouts over no drafts, on published steps; 64 requests, a long tail",
+            ["policy", "acceptance of a position", "AL at k = 3", *rules.RULES],
+            [
+                [c["policy"], f"{c['conditional']:g}", f"{c['acceptance_length']:.2f}"]
+                + [f"{c[rule]:.2f}" for rule in rules.RULES]
+                for c in compared
+            ],
+        )
+    )
     close = sum(abs(c.error) <= 0.1 or bool(c.reason) for c in cells)
     targets = [
         *(Target.at_most(f"{m}, not fitted to: mean error", e, 0.1) for m, e in left_out.items()),
         Target.at_most("measured tables between their points: mean error", mean, 0.1),
         Target.at_least("sign of the gain", right / judged, 0.95),
         Target.at_least("published cells within 10 %, or with the reason", close / len(cells), 1.0),
+        *(
+            Target.at_least(f"rollouts, {rule} / the best of all: least", least, 0.97)
+            for rule, least in rules.least(compared).items()
+            if rule in rules.OURS
+        ),
     ]
     figures = {
         "roofline_left_out": left_out,
-        "roofline_fit": dict(zip(FIELDS, fit(rows), strict=True)),
+        "roofline_fit": dict(zip(FIELDS, fit(every), strict=True)),
         "table_mean_error": mean,
         "table_largest_error": largest,
         "sign": {"right": right, "judged": judged},
         "cells": [dataclasses.asdict(c) | {"error": c.error} for c in cells],
         "not_predicted": NOT_PREDICTED,
         "what_if_235b": what_if,
+        "rules": compared,
     }
     return finish(parsed.json, figures, targets)
 

@@ -10,7 +10,40 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from slipstream.economics.arithmetic import Loop
+from slipstream.economics.costs import (
+    OFF,
+    Hardware,
+    ModelShape,
+    Roofline,
+    eagle3_shape,
+    hardware,
+    policy_shape,
+)
 
+CONFIGS = {
+    "Qwen2.5-0.5B": (896, 24, 14, 2, 4864, 151936, 64),
+    "Qwen3-0.6B": (1024, 28, 16, 8, 3072, 151936, 128),
+    "Qwen2.5-1.5B": (1536, 28, 12, 2, 8960, 151936, 128),
+    "Qwen3-1.7B": (2048, 28, 16, 8, 6144, 151936, 128),
+    "Qwen2.5-3B": (2048, 36, 16, 2, 11008, 151936, 128),
+    "Qwen2.5-7B": (3584, 28, 28, 4, 18944, 152064, 128),
+    "Llama-3.1-8B": (4096, 32, 32, 8, 14336, 128256, 128),
+    "Qwen2.5-14B": (5120, 48, 40, 8, 13824, 152064, 128),
+}
+H100_PCIE = Hardware("H100 PCIe", 756e12, 2.0e12)
+SMALL_STEPS = [
+    *[("Qwen2.5-0.5B", 1, n, ms) for n, ms in ((192, 1.677), (4160, 1.689), (16448, 1.732))],
+    *[("Qwen2.5-0.5B", 8, n, ms) for n, ms in ((192, 1.725), (4160, 1.854), (16448, 2.528))],
+    *[("Qwen2.5-0.5B", 32, n, ms) for n, ms in ((192, 2.148), (4160, 2.885), (16448, 6.074))],
+    *[("Qwen3-1.7B", 1, n, ms) for n, ms in ((192, 3.199), (4160, 3.446), (16448, 4.193))],
+]
+"""Model, requests, tokens of past on average and milliseconds of a step of vLLM with FlashAttention
+3 on one H100 PCIe: vLLM's pull request 53060, August 2026."""
+
+OLDER = (
+    "an engine of 2024 or 2025, whose step takes {0:.1f} ms more than the estimate, which is "
+    "fitted to vLLM of August 2026"
+)
 PAPER = "arXiv 2604.26779"
 THINK = (
     "published AL / speed-up is 1.81 for the DAPO draft and 2.02 for the weak one, a draft of the "
@@ -114,6 +147,66 @@ def _speeds_by_length() -> list[Cell]:
     return cells
 
 
+def config_of(model: str) -> dict[str, int]:
+    """Return the sizes in a model's config.json."""
+    names = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+    more = ("intermediate_size", "vocab_size", "head_dim")
+    return dict(zip((*names, *more), CONFIGS[model], strict=True))
+
+
+def shape_of(model: str) -> ModelShape:
+    """Return a model's shape."""
+    return policy_shape(config_of(model))
+
+
+def _estimated_steps() -> list[Cell]:
+    """Steps of one request without drafts that the roofline is not fitted to."""
+    cells = []
+    for source, gpu, context, found in (
+        ("vllm-project/vllm 20780", "H100", 500, {"Llama-3.1-8B": 7.07}),
+        ("vllm-project/vllm 16937", "H100", 500, {"Llama-3.1-8B": 1e3 / 133}),
+        (
+            "Qwen2.5 speed benchmark, vLLM 0.6.3",
+            "A100",
+            1025,
+            {
+                "Qwen2.5-0.5B": 1e3 / 311.55,
+                "Qwen2.5-1.5B": 1e3 / 183.33,
+                "Qwen2.5-3B": 1e3 / 127.61,
+                "Qwen2.5-7B": 1e3 / 84.28,
+            },
+        ),
+        ("Qwen3 speed benchmark, SGLang 0.4.6", "H20", 1025, {"Qwen3-0.6B": 1e3 / 414.17}),
+    ):
+        for model, milliseconds in found.items():
+            config = config_of(model)
+            costs = Roofline(hardware(gpu), shape_of(model), eagle3_shape(config, 32_000))
+            predicted = 1e3 * costs.seconds(OFF, 1, context)
+            more = milliseconds - predicted
+            reason = OLDER.format(more) if "speed benchmark" in source else ""
+            name = f"{model} on {gpu}, no drafts: ms a step"
+            cells.append(Cell(source, name, round(milliseconds, 3), predicted, reason))
+    return cells
+
+
+def _estimated_speed_ups() -> list[Cell]:
+    """Speed-ups of one request that the overheads of drafting are fitted to: lengths of the table,
+    steps of the roofline."""
+    lengths = {2: (2.36, 4.32), 3: (2.79, 4.09), 5: (3.32, 4.13), 7: (3.54, 4.29)}
+    config = config_of("Llama-3.1-8B")
+    costs = Roofline(hardware("H100"), shape_of("Llama-3.1-8B"), eagle3_shape(config, 32_000))
+    plain = costs.seconds(OFF, 1, 500)
+    return [
+        Cell(
+            "vllm-project/vllm 20780",
+            f"Llama-3.1-8B on H100, EAGLE-3, k = {k}: speed-up, estimated",
+            round(7.07 / ms, 3),
+            length * plain / costs.seconds(k, 1, 500),
+        )
+        for k, (length, ms) in lengths.items()
+    ]
+
+
 def published_cells() -> list[Cell]:
     """All of them."""
     return [
@@ -125,6 +218,8 @@ def published_cells() -> list[Cell]:
         *_speeds_by_length(),
         Cell("SkyRL spec_decode.mdx", "Qwen3.5-9B MTP: step", 246.8, _step(400.7, 310.1, 152.4)),
         Cell("marin 9079", "step speed-up at 70 % waiting", 1.42, 1 / _step(1, 0.7, 0.7 / 1.61)),
+        *_estimated_steps(),
+        *_estimated_speed_ups(),
     ]
 
 
@@ -132,7 +227,7 @@ NOT_PREDICTED = {
     "arXiv 2604.26779, n-gram": "one cell a workload, so no second one to take its cost from",
     "arXiv 2604.26779, k = 5 and 7": "one cell a workload and length, likewise",
     "arXiv 2604.26779, 2048 GPUs": "the share of generation at lag 2 is not given",
-    "vllm-project/vllm 16937": "no acceptance length",
+    "vllm-project/vllm 16937, with drafts": "no acceptance length",
     "vllm-project/vllm 52228, 52992": "tokens verified differ by request, their cost is not given",
     "sgl-project/sglang 22246, 36136": "no acceptance length and no run without drafts",
     "sgl-project/sglang 21599": "no draft lengths",

@@ -107,7 +107,7 @@ class Plan:
             if isinstance(value, int | float) and not isinstance(value, bool):
                 least = 1 if field.name in _AT_LEAST_ONE else 0
                 at_least(f"--{field.name.replace('_', '-')}", value, least)
-        costs, source, counted = self._costs()
+        costs, source, counted, guess = self._costs()
         rates = _rates("--acceptance", self.acceptance) or counted
         if rates is None:
             raise RefusedError(
@@ -119,6 +119,7 @@ class Plan:
         fleet = Fleet(
             costs=costs,
             costs_source=source,
+            guess=guess,
             rates=rates,
             frozen_rates=_rates("--frozen-acceptance", self.frozen_acceptance),
             lengths=read_lengths(self.lengths, self.equal_lengths),
@@ -146,11 +147,13 @@ class Plan:
             write_page(plan, self.page)
         return 0
 
-    def _costs(self) -> tuple[Costs, str, tuple[float, ...] | None]:
-        """Step costs, where they come from, and acceptance by position where that is counted."""
+    def _costs(self) -> tuple[Costs, str, tuple[float, ...] | None, list[str]]:
+        """Step costs, where they come from, acceptance by position where that is counted, and why
+        they are a guess."""
         from slipstream.economics.costs import (
             Roofline,
             StepTable,
+            beyond_fit,
             eagle3_shape,
             hardware,
             policy_shape,
@@ -166,7 +169,8 @@ class Plan:
                 "measured costs are best: --server or --step-costs",
             )
         if self.step_costs is not None:
-            return StepTable.read(self.step_costs, self.step_noise), f"{self.step_costs}", None
+            table = StepTable.read(self.step_costs, self.step_noise)
+            return table, f"{self.step_costs}", None, []
         if self.server is not None:
             scheme = "" if self.server.startswith(("http://", "https://")) else "http://"
             url = f"{scheme}{self.server.rstrip('/')}/metrics"
@@ -183,18 +187,17 @@ class Plan:
                     "a rollout server's HTTP address",
                     "check host and port: the OpenAI API's port, not --control-port",
                 ) from error
-            return table, f"measured by {self.server}", rates
+            return table, f"measured by {self.server}", rates, []
         if self.policy is None:
             raise RefusedError("--policy", "nothing", "the policy's config.json", "give it")
         path = self.policy / "config.json" if self.policy.is_dir() else self.policy
         config = read_json(path, "name the policy's config.json as --policy")
         gpu = hardware(str(self.gpu))
-        roofline = Roofline(
-            gpu,
-            policy_shape(config, self.gpus_per_engine, self.weight_bytes),
-            eagle3_shape(config, self.draft_vocabulary, self.gpus_per_engine),
-        )
-        return roofline, f"estimated for {self.gpus_per_engine} x {gpu.name}, not measured", None
+        gpus = self.gpus_per_engine
+        policy = policy_shape(config, gpus, self.weight_bytes)
+        roofline = Roofline(gpu, policy, eagle3_shape(config, self.draft_vocabulary, gpus))
+        guess = beyond_fit(gpu, policy, gpus, self.weight_bytes, self.requests)
+        return roofline, f"estimated for {gpus} x {gpu.name}, not measured", None, guess
 
 
 def _rates(option: str, text: str | None) -> tuple[float, ...] | None:

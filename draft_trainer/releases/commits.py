@@ -122,6 +122,7 @@ class Payloads:
             self._registry.tensors(version),
             list(manifest.tensors),
             "" if shared is None else folder.relative_to(shared).as_posix(),
+            tuple(manifest.gate.candidate_acceptance_per_position),
         )
 
 

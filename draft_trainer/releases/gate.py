@@ -206,6 +206,7 @@ def compare(
         num_speculative_tokens=k,
         draft_sample_method=method,
         passed=passed,
+        candidate_acceptance_per_position=ours.accepted_per_position,
     )
     if theirs.ignored:
         reason += f"; of the distribution before {', '.join(theirs.ignored)}"

@@ -63,14 +63,15 @@ class Failure:
 
 @dataclass(frozen=True)
 class DraftPayload:
-    """One release, ready to stage: its tensors (CPU, any shape) with their specs, and its folder
-    below ``publish.shared_registry``, where that is set."""
+    """One release, ready to stage: its tensors (CPU, any shape) with their specs, its folder below
+    ``publish.shared_registry``, where that is set, and the gate's acceptance by position."""
 
     version: int
     trained_against_policy_version: int | None
     tensors: Mapping[str, torch.Tensor]
     specs: Sequence[tensor_pb2.TensorSpec]
     shared_folder: str = ""
+    expected_acceptance: Sequence[float] = ()
 
     @property
     def stage_id(self) -> str:
@@ -213,6 +214,7 @@ def _header(draft: DraftPayload, stage_id: str) -> pb.StageHeader:
         trained_against_policy_version=draft.trained_against_policy_version,
         tensors=draft.specs,
         shared_folder=draft.shared_folder,
+        expected_acceptance=draft.expected_acceptance,
     )
 
 

@@ -19,6 +19,7 @@ import math
 from collections import OrderedDict
 from collections.abc import Mapping, MutableSequence, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 from rollout_server.control.policy_spans import PolicySpans
@@ -28,6 +29,11 @@ KEPT_VERSIONS = 64
 
 MIN_DRAFTS = 50
 """The fewest tries of a position for its acceptance to be known."""
+
+FIRST_DRAFTS = 1000
+"""The drafts of a release after which its acceptance is an estimate like any other: its standard
+error is below 0.05 tokens. Before, drafting stops on a sequential test only
+(``draft_length.LengthChooser.loses``)."""
 
 KEPT_DRAFTS = 2000.0
 """Drafts over which older acceptance fades to 1/e."""
@@ -52,26 +58,42 @@ def _add(sums: MutableSequence[Any], counts: Sequence[int]) -> None:
 
 
 class RecentAcceptance:
-    """Acceptance by position of the live draft; older steps fade."""
+    """Acceptance by position of the live draft; older steps fade.
 
-    def __init__(self) -> None:
+    Attributes:
+        expected: acceptance by position before any draft, by the gate; empty: not known.
+        drafts: since the commit.
+        outcomes: the first ``FIRST_DRAFTS``, by drafts in the step and draft length: how many had
+            0, 1, 2 and so on of their tokens accepted.
+    """
+
+    def __init__(self, expected: Sequence[float] = ()) -> None:
+        self.expected = tuple(expected)
+        self.drafts = 0
+        self.outcomes: dict[tuple[int, int], list[int]] = {}
         self._tried: list[float] = []
         self._accepted: list[float] = []
 
     def add(self, drafts: int, tried: Sequence[int], accepted: Sequence[int]) -> None:
         """Count one engine step, by position."""
+        length = sum(count > 0 for count in tried)
+        if length and self.drafts < FIRST_DRAFTS:
+            at_least = (drafts, *accepted[:length], 0)
+            exactly = [more - less for more, less in pairwise(at_least)]
+            _add(self.outcomes.setdefault((drafts, length), []), exactly)
+        self.drafts += drafts
         keep = math.exp(-drafts / KEPT_DRAFTS)
         self._tried = [n * keep for n in self._tried]
         self._accepted = [n * keep for n in self._accepted]
         _add(self._tried, tried)
         _add(self._accepted, accepted)
 
-    def rates(self) -> tuple[float, ...] | None:
-        """Share of drafts accepted at each position that was tried often enough; None where the
+    def rates(self, least: int = MIN_DRAFTS) -> tuple[float, ...] | None:
+        """Share of drafts accepted at each position that was tried ``least`` times; None where the
         first was not."""
         rates: list[float] = []
         for tried, accepted in zip(self._tried, self._accepted, strict=True):
-            if tried < MIN_DRAFTS:
+            if tried < least:
                 break
             rates.append(min(accepted / tried, rates[-1] if rates else 1.0))
         return tuple(rates) or None
@@ -136,18 +158,22 @@ class AcceptanceTracker:
         self._pairs: OrderedDict[Pair, pb.AcceptanceCounters] = OrderedDict()
         self.changed = asyncio.Event()
 
-    def start(self, version: int) -> None:
-        """Begin with the version that drafts from the first step on."""
+    def start(self, version: int, expected: Sequence[float] = ()) -> None:
+        """Begin with the version that drafts from the first step on; ``expected``: its acceptance
+        by position, by the gate."""
         self.live = version
+        self.recent = RecentAcceptance(expected)
         self._started = (version, self.spans.version)
         for boundaries in self._engines.values():
             boundaries.pair = self._started
 
-    def switch(self, version: int, steps_before: Sequence[int]) -> None:
+    def switch(
+        self, version: int, steps_before: Sequence[int], expected: Sequence[float] = ()
+    ) -> None:
         """Count for another draft, which is live now, but for the first ``steps_before`` steps of
-        each engine core."""
+        each engine core; ``expected``: as in ``start``."""
         self.live = version
-        self.recent = RecentAcceptance()
+        self.recent = RecentAcceptance(expected)
         self._switch((version, self.spans.version), steps_before)
 
     def switch_policy(

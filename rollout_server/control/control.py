@@ -46,6 +46,7 @@ class Weights:
         stage_id: the id it was staged under; empty for a checkpoint on disk.
         trained_against: for a draft: the policy version it was trained against.
         folder: of its tensors in the store; None for a checkpoint on disk.
+        expected: for a draft: the gate's acceptance by position; empty: not known.
     """
 
     kind: str
@@ -54,6 +55,7 @@ class Weights:
     stage_id: str = ""
     trained_against: int | None = None
     folder: Path | None = None
+    expected: tuple[float, ...] = ()
 
     @classmethod
     def of(
@@ -64,6 +66,7 @@ class Weights:
         folder: Path,
         stage_id: str = "",
         trained_against: int | None = None,
+        expected: tuple[float, ...] = (),
     ) -> Weights:
         """The weights that ``specs`` name, as they will be in a folder of the store."""
         keys = [(spec, Key.of(spec)) for spec in sorted(specs, key=lambda spec: spec.name)]
@@ -72,7 +75,7 @@ class Weights:
             for spec, key in keys
         )
         source = WeightSource(tensors=tensors)
-        return cls(kind, version, source, stage_id, trained_against, folder)
+        return cls(kind, version, source, stage_id, trained_against, folder, expected)
 
     def as_held(self) -> pb.HeldStage:
         """The message of a stage that is held."""
@@ -443,7 +446,7 @@ class RolloutControl:
             if weights.kind == DRAFT and weights.version is not None:
                 for source in (READ_BACK, ACCEPTANCE, RELEASE):
                     self.report(source)
-                self.tracker.switch(weights.version, result.steps_before)
+                self.tracker.switch(weights.version, result.steps_before, weights.expected)
             elif weights.version is not None:
                 self.tracker.switch_policy(weights.version, result.steps_before, result.requests)
         result = replace(result, seconds=time.perf_counter() - arrival)

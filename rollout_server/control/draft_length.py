@@ -13,9 +13,10 @@ import logging
 import math
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from itertools import product
 from typing import TYPE_CHECKING
 
-from rollout_server.control.acceptance_counts import AcceptanceTracker
+from rollout_server.control.acceptance_counts import FIRST_DRAFTS, MIN_DRAFTS, AcceptanceTracker
 from rollout_server.control.step_costs import PLAIN, SPECULATIVE, StepSum, StepSums
 from slipstream.economics.arithmetic import acceptance_length
 from slipstream.economics.costs import OFF, StepTable
@@ -48,8 +49,20 @@ REFRESH_STEPS = 6
 
 MIN_REFRESH_SECONDS = 0.2
 
+CALIBRATION_SECONDS = 5.0
+"""The longest time for which steps are timed before the server is ready, small batches first: there
+drafts pay before they do elsewhere. What it does not reach is timed under load
+(``LengthChooser.untimed``)."""
+
 CALIBRATION_STEPS = 6
-"""The fewest steps of each draft length and number of requests before the server is ready."""
+"""The steps of each draft length and number of requests in it."""
+
+ERROR_RATE = 0.01
+"""The share of drafts that pay to be taken for ones that do not (``LengthChooser.loses``) at most,
+however often that is asked."""
+
+_STAKES = (0.2, 0.4, 0.6, 0.8)
+"""Shares of the wealth that a bet against a draft may lose at most."""
 
 logger = logging.getLogger(__name__)
 
@@ -116,7 +129,8 @@ class LengthChooser:
             steps, seconds = total.steps - before.steps, total.seconds - before.seconds
             if steps and kind in (PLAIN, SPECULATIVE):
                 fresh.append((OFF if kind == PLAIN else length, requests, steps, seconds))
-        self._seen = dict(sums)
+        # Merged: no sums are known before the first request, and they do not take these back.
+        self._seen = {**self._seen, **sums}
         if fresh:
             self._work = {n: work / 2 for n, work in self._work.items() if work > 0.5}
         for k, requests, steps, seconds in fresh:
@@ -131,10 +145,17 @@ class LengthChooser:
             for k, *_ in fresh
         }
 
-    def choose(self, rates: Sequence[float] | None) -> None:
-        """Make ``table`` the best one; it stays while acceptance or a cost is unknown."""
+    def choose(self, rates: Sequence[float] | None, may_stop: bool = True) -> None:
+        """Make ``table`` the best one; it stays while acceptance or a cost is unknown.
+
+        Before the first request drafts run if they pay at any number of requests.
+
+        Args:
+            rates: acceptance by position.
+            may_stop: whether no drafts are a choice.
+        """
         costs = self._table()
-        if rates is None or not self._work or not {OFF, *self.lengths} <= set(costs.points):
+        if rates is None or not {OFF, *self.lengths} <= set(costs.points):
             return
         known = rates
 
@@ -146,26 +167,66 @@ class LengthChooser:
             seconds = costs.seconds(k, min(max(requests, 1), largest))
             return acceptance_length(known, k) / seconds
 
-        def seconds(table: Sequence[int] | None) -> float:
-            return sum(
-                tokens / speed(OFF if table is None else table[min(n, self.largest)], n)
-                for n, tokens in self._work.items()
-            )
-
-        best = []
+        best, gains = [], []
         for requests in range(self.largest + 1):
             speeds = {k: speed(k, requests) for k in choices}
             fastest = max(speeds, key=lambda k: speeds[k])
             now = fastest if self.table is None else self.table[requests]
             best.append(now if speeds[now] >= speeds[fastest] * (1 - MARGIN) else fastest)
+            gains.append(speeds[fastest] / speed(OFF, requests))
+        work = self._work or {gains.index(max(gains)): 1.0}
+
+        def seconds(table: Sequence[int] | None) -> float:
+            return sum(
+                tokens / speed(OFF if table is None else table[min(n, self.largest)], n)
+                for n, tokens in work.items()
+            )
+
         # A change must gain the margin over what is in use now.
         on, off = seconds(best), seconds(None)
         on *= 1 - MARGIN if self.table else 1
         off *= 1 if self.table else 1 - MARGIN
         # Lengths of 0 at all sizes in use cost at least a step without drafts, whatever was timed.
-        drafts = any(best[min(n, self.largest)] for n in self._work)
-        self.table = best if drafts and on <= off else None
+        drafts = any(best[min(n, self.largest)] for n in work)
+        if drafts and on <= off:
+            self.table = best
+        elif may_stop:
+            self.table = None
         self.speed_up = seconds(None) / seconds(self.table)
+
+    def loses(self, outcomes: Mapping[tuple[int, int], Sequence[int]]) -> bool:
+        """Return whether drafts surely took more time than they saved.
+
+        For a draft of length k whose steps break even at m accepted tokens, bet against them: a
+        wealth of 1 is multiplied by 1 - s (x - m) for each draft with x tokens accepted. Where m or
+        more are accepted on average, it is expected not to grow, so that it ever reaches
+        1 / ``ERROR_RATE`` with a probability of at most ``ERROR_RATE``. Costs are taken as known.
+
+        Source: Ville's inequality; betting on a bounded mean, arXiv 2010.09686.
+
+        Args:
+            outcomes: ``RecentAcceptance.outcomes``.
+        """
+        costs = self._table()
+        logs = [0.0] * len(_STAKES)
+        for (requests, k), counts in outcomes.items():
+            if not {OFF, k} <= set(costs.points):
+                continue
+            n = min(requests, costs.points[OFF][-1][0], costs.points[k][-1][0])
+            even = costs.seconds(k, n) / costs.seconds(OFF, n) - 1
+            for place, stake in enumerate(_STAKES):
+                bet = stake / max(k - even, 1.0)
+                logs[place] += sum(c * math.log1p(-bet * (x - even)) for x, c in enumerate(counts))
+        return sum(math.exp(min(log, 700.0)) for log in logs) / len(logs) >= 1 / ERROR_RATE
+
+    def untimed(self) -> list[int]:
+        """Return the lengths of which no step of as many requests as in use was timed."""
+        largest, points = max(self._work, default=0), self._table().points
+        return [
+            k
+            for k in (OFF, *self.lengths, 0)
+            if k not in points or points[k][-1][0] < min(largest, self.largest)
+        ]
 
     def in_use(self) -> set[int]:
         """The lengths that ``table`` has for the recent numbers of requests."""
@@ -209,6 +270,7 @@ class LengthControl:
         self._live: list[int] | None = chooser.table
         self._version = tracker.live
         self._off_since, self._retry_after = 0.0, RETRY_SECONDS
+        self._updated_at = -math.inf
         # The calibration says nothing about the present load.
         self._timed = dict.fromkeys((OFF, 0, *chooser.lengths), -math.inf)
         self._tried = dict(self._timed)
@@ -223,18 +285,27 @@ class LengthControl:
             RefusedError: the engine did not answer.
         """
         chooser, now = self.chooser, sum(total.seconds for total in sums.values())
-        rates = self._tracker.recent.rates()
-        steps = chooser.add(sums, rates)
+        replaced, self._version = self._version != self._tracker.live, self._tracker.live
+        if now == self._updated_at and not replaced:
+            return chooser.speed_up
+        self._updated_at = now
+        recent = self._tracker.recent
+        steps = chooser.add(sums, recent.rates() or recent.expected)
+        sure = chooser.loses(recent.outcomes)
+        rates = recent.rates(1 if sure else MIN_DRAFTS) or recent.expected or None
         self._timed |= dict.fromkeys(steps, now)
-        if self._version != self._tracker.live:
-            self._version, self._retry_after = self._tracker.live, RETRY_SECONDS
+        if replaced:
+            self._off_since, self._retry_after = now, RETRY_SECONDS
+        if replaced and rates is None:
             chooser.try_again()
         elif chooser.table is None and now - self._off_since > self._retry_after:
             self._retry_after = min(2 * self._retry_after, MAX_RETRY_SECONDS)
             chooser.try_again()
         else:
             before = chooser.table, chooser.speed_up
-            chooser.choose(rates)
+            # Before its first draft, too, unless this is a try.
+            untried = not recent.drafts and self._retry_after == RETRY_SECONDS
+            chooser.choose(rates, sure or untried or recent.drafts >= FIRST_DRAFTS)
             # Not while drafting is off: every try of a draft may cost the prefix cache.
             if steps and self._live is not None and chooser.table != self._live:
                 oldest = self._longest_untimed(chooser.in_use())
@@ -247,11 +318,18 @@ class LengthControl:
             await self._set_lengths(chooser.table)
             self._live, self._off_since = chooser.table, now
             logger.info("draft lengths: %s", _describe(chooser.table))
-        oldest = self._longest_untimed(self._timed)
-        since = max(self._timed[oldest], self._tried[oldest])
-        if steps and chooser.table and now - since >= REFRESH_SECONDS:
-            await self._refresh(oldest, now, max(steps.values()))
+        await self._go_on_timing(steps, now)
         return chooser.speed_up
+
+    async def _go_on_timing(self, steps: Mapping[int, float], now: float) -> None:
+        """Take a few steps of a length that was not timed at as many requests, or not for long."""
+        if not steps or not self.chooser.table:
+            return
+        untimed = [k for k in self.chooser.untimed() if now - self._tried[k] > RECENT_SECONDS]
+        oldest = untimed[0] if untimed else self._longest_untimed(self._timed)
+        since = max(self._timed[oldest], self._tried[oldest])
+        if untimed or now - since >= REFRESH_SECONDS:
+            await self._refresh(oldest, now, max(steps.values()))
 
     def _longest_untimed(self, lengths: Iterable[int]) -> int:
         """The length of which no step was timed for the longest time."""
@@ -280,27 +358,34 @@ def _describe(table: Sequence[int] | None) -> str:
 
 async def calibrate(
     engine: VllmEngine,
-    generate: Callable[[int, int], Awaitable[None]],
+    generate: Callable[[int, int, int], Awaitable[None]],
     chooser: LengthChooser,
 ) -> None:
-    """Measure every draft length, and none, at a few batch sizes before the server is ready.
+    """Time draft lengths, and none, at a few batch sizes for ``CALIBRATION_SECONDS`` at most.
 
     Args:
         engine: serves nobody yet; it drafts the longest length afterwards.
-        generate: runs that many requests at once, of that many tokens each.
+        generate: runs that many requests at once, for so many steps that give each at most so many
+            tokens; what it runs ends with its task.
         chooser: gets the measurements.
 
     Raises:
         RefusedError: the engine did not answer.
     """
     began = time.monotonic()
-    for requests in sizes_to_measure(chooser.largest):
-        for k in (OFF, 0, *chooser.lengths):
-            await engine.set_speculation(k != OFF)
-            if k != OFF:
-                await engine.set_draft_lengths([k] * (chooser.largest + 1))
-            # Enough tokens even if each step accepts all of its drafts.
-            await generate(requests, CALIBRATION_STEPS * (max(k, 0) + 1))
+    timed = [*product(sizes_to_measure(chooser.largest), (OFF, *chooser.lengths, 0))]
+    for number, (requests, k) in enumerate(timed):
+        await engine.set_speculation(k != OFF)
+        if k != OFF:
+            await engine.set_draft_lengths([k] * (chooser.largest + 1))
+        try:
+            async with asyncio.timeout(CALIBRATION_SECONDS - (time.monotonic() - began)):
+                await generate(requests, CALIBRATION_STEPS, max(k, 0) + 1)
+        except TimeoutError:
+            at = f"{number} of {len(timed)} numbers of requests and draft lengths"
+            logger.info("timed %s: the others are timed under load", at)
+            break
+    await engine.set_speculation(True)
     await engine.set_draft_lengths([chooser.lengths[-1]] * (chooser.largest + 1))
     chooser.add(await engine.step_sums(), None, served=False)
     logger.info("timed engine steps for %.1f s", time.monotonic() - began)

@@ -15,7 +15,7 @@ import logging
 import os
 import signal
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +29,7 @@ from rollout_server.control.shared import SharedRegistry
 from rollout_server.control.stages import WeightSource
 from rollout_server.control.upload import BYTES_PER_SECOND, Upload
 from slipstream.client import TRAINER
+from slipstream.economics.arithmetic import check_rates
 from slipstream.errors import RefusedError, StatusCode, clean
 from slipstream.readiness import not_ready_text
 from slipstream.serving.identity import Access
@@ -95,6 +96,11 @@ def kind_of(header: pb.StageHeader) -> str:
             "choose a name such as draft-7",
         )
     return _KINDS[header.kind]
+
+
+def expected_of(rates: Sequence[float]) -> tuple[float, ...]:
+    """Return a draft's expected acceptance by position; empty: not known. Raises RefusedError."""
+    return check_rates(rates) if rates else ()
 
 
 def transfer_of(header: pb.StageHeader) -> str:
@@ -195,9 +201,12 @@ class RolloutService(pb_grpc.RolloutServerServicer):
         if header.HasField("trained_against_policy_version") and kind == DRAFT:
             against = header.trained_against_policy_version
         store = self._control.store
+        accepted = expected_of(header.expected_acceptance) if kind == DRAFT else ()
         tensors = self._expected[kind].check(header.tensors)
         folder = store.new_folder()
-        weights = Weights.of(kind, header.version, tensors, folder, header.stage_id, against)
+        weights = Weights.of(
+            kind, header.version, tensors, folder, header.stage_id, against, accepted
+        )
         if kind == POLICY:
             # Before its capacity is reserved, and what is refused above aborts nothing.
             await self._control.abort_other_policies(header.stage_id)

@@ -7,7 +7,7 @@ import logging
 import os
 import uuid
 from collections.abc import Awaitable, Callable, Collection, Mapping
-from contextlib import suppress
+from contextlib import aclosing, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from rollout_server.control.draft_folder import (
 from rollout_server.control.draft_length import LengthChooser, LengthControl, calibrate
 from rollout_server.control.metrics import CommitCounts, Observed, RolloutCollector
 from rollout_server.control.policy_spans import PolicyVersions
-from rollout_server.control.service import ControlServer, RolloutService, refuse_shared
+from rollout_server.control.service import ControlServer, RolloutService, expected_of, refuse_shared
 from rollout_server.control.shared import SharedRegistry
 from rollout_server.control.stages import StageStore, WeightSource, make_directory
 from rollout_server.control.step_costs import CostWatch, StepCosts
@@ -58,9 +58,6 @@ _NOT_LOADED = (
     "rotary_emb.sin_cached",
 )
 """The suffixes of buffers in older checkpoints that vLLM's loaders drop."""
-
-_CALIBRATION_SECONDS = 120.0
-"""The deadline of one batch of the calibration."""
 
 
 class ControlPlaneEndpoint:
@@ -142,6 +139,8 @@ async def _start(settings: Settings, engine: VllmEngine, state: Any, args: Any) 
     measured = None
     if chooser is not None:
         measured = LengthControl(chooser, API.tracker, control.set_draft_lengths).update
+        # By what the gate expects of the draft: the first requests do not pay for a bad one.
+        await measured({})
     API.cost_watch = CostWatch(
         *(engine.step_sums, API.tracker, costs, probe, measured, engine.cores)
     )
@@ -209,22 +208,27 @@ def refuse_short_draft(runner: str, config: Any) -> None:
     raise RefusedError("max_model_len of the draft", found, text, next_step)
 
 
-def _load(client: Any) -> Callable[[int, int], Awaitable[None]]:
-    """Return a function that runs N requests of M tokens each in vLLM's engine."""
+def _load(client: Any) -> Callable[[int, int, int], Awaitable[None]]:
+    """Return a function that runs N requests in vLLM's engine for so many steps, each of which
+    gives a request at most so many tokens."""
     from vllm import SamplingParams
 
-    async def run(requests: int, tokens: int) -> None:
-        sampling = SamplingParams(max_tokens=tokens, ignore_eos=True)
+    async def run(requests: int, steps: int, tokens: int) -> None:
+        # The first token comes with the prompt.
+        sampling = SamplingParams(max_tokens=1 + steps * tokens, ignore_eos=True)
 
         async def one() -> None:
             prompt = {"prompt_token_ids": [1 + number for number in range(8)]}
             name = f"slipstream-calibration-{uuid.uuid4()}"
-            async for _ in client.generate(prompt, sampling, name):
-                pass
+            # vLLM aborts a request whose generator is closed.
+            async with aclosing(client.generate(prompt, sampling, name)) as answers:
+                seen = 0
+                async for _ in answers:
+                    seen += 1
+                    if seen > steps:
+                        break
 
-        await asyncio.wait_for(
-            asyncio.gather(*(one() for _ in range(requests))), _CALIBRATION_SECONDS
-        )
+        await asyncio.gather(*(one() for _ in range(requests)))
 
     return run
 
@@ -248,7 +252,7 @@ async def control_plane(
     if settings.draft_dir is not None:
         policys = _of_the_policy(description, served)
         draft = _stage_first_draft(settings.draft_dir, store, DRAFT in description.tied, policys)
-    tracker.start(draft.version or 0)
+    tracker.start(draft.version or 0, draft.expected)
     policy = Weights(POLICY, None, WeightSource(directory=str(settings.model_dir)))
     constants = pb.ServerState(
         num_speculative_tokens=settings.draft_length,
@@ -287,13 +291,15 @@ def _stage_first_draft(
     tensors = {n: t for n, t in load_tensors(draft_dir).items() if n not in policys}
     _tied(tensors, tied)
     version, against = 0, None
+    expected: tuple[float, ...] = ()
     if manifest is not None:
         version = manifest.draft_version
+        expected = expected_of(manifest.gate.candidate_acceptance_per_position)
         if manifest.HasField("trained_against_policy_version"):
             against = manifest.trained_against_policy_version
     specs = [spec_of(name, tensor) for name, tensor in tensors.items()]
     folder = store.new_folder()
-    weights = Weights.of(DRAFT, version, specs, folder, trained_against=against)
+    weights = Weights.of(DRAFT, version, specs, folder, trained_against=against, expected=expected)
     contents = {staged.key: tensors[staged.name] for staged in weights.source.tensors}
     with store.receiving(folder, contents):
         for staged in weights.source.tensors:

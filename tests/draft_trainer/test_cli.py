@@ -120,6 +120,45 @@ def test_sigterm_while_training_exits_0(tmp_path: Path) -> None:
             stream.send(rollouts(1, seed=1)[0])
 
 
+def test_freed_memory_kept_does_not_grow_with_threads() -> None:
+    """Sixteen threads free 24 MiB each; glibc alone would keep what each of them had."""
+    script = """
+import ctypes, sys, threading
+from pathlib import Path
+from draft_trainer.cli.main import tune_memory
+tune_memory()
+libc = ctypes.CDLL(None)
+libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
+libc.memset.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t]
+libc.free.argtypes = [ctypes.c_void_p]
+taken, freed, done = (threading.Barrier(17, timeout=60) for _ in range(3))
+def resident():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4 // 1024
+def take():
+    block = libc.malloc(24 << 20)
+    libc.memset(block, 1, 24 << 20)
+    taken.wait()
+    libc.free(block)
+    freed.wait()
+    done.wait()
+before = resident()
+threads = [threading.Thread(target=take) for _ in range(16)]
+for thread in threads:
+    thread.start()
+taken.wait()
+most = resident() - before
+freed.wait()
+print(most, resident() - before)
+done.wait()
+"""
+    found = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=DEADLINE, check=True
+    )
+    most, kept = map(int, found.stdout.split())
+    assert most >= 384
+    assert kept < 300, "four arenas of 64 MiB, and some"
+
+
 @pytest.fixture
 def serve_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], int]]:
     """``draft-trainer serve`` in this process, which is told to stop as soon as it is ready."""

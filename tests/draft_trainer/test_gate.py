@@ -95,6 +95,9 @@ def test_gate_figures(trained: tuple[Policy, Eagle3Head, Eagle3Head]) -> None:
     assert (figures.confidence, figures.min_gain) == (0.9, 0.01)
     assert figures.draft_sample_method == "greedy" and figures.passed
     assert figures.difference - figures.difference_half_width > 0.01
+    positions = figures.candidate_acceptance_per_position
+    assert len(positions) == 2
+    assert figures.candidate_acceptance_length == pytest.approx(1 + sum(positions))
 
 
 def test_gate_too_few_anchors_or_nan_is_not_measured() -> None:

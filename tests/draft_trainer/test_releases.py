@@ -11,6 +11,7 @@ import torch
 
 import slipstream
 from draft_trainer.drafters.eagle3.checkpoint import Eagle3
+from draft_trainer.releases.commits import Payloads
 from draft_trainer.releases.pointer import PointerStore
 from draft_trainer.releases.registry import Registry, newest_own
 from slipstream.errors import RefusedError
@@ -23,7 +24,11 @@ IMPORTED = release_pb2.RELEASE_SOURCE_IMPORTED
 
 def test_releases_count_up_and_describe_themselves(tmp_path: Path) -> None:
     registry = Registry(tmp_path)
-    gate = release_pb2.GateFigures(candidate_acceptance_length=2.5, passed=True)
+    gate = release_pb2.GateFigures(
+        candidate_acceptance_length=2.5,
+        passed=True,
+        candidate_acceptance_per_position=(0.9, 0.6),
+    )
     first = create(registry)
     second = create(registry, 1, parent_version=0, trained_against_policy_version=12, gate=gate)
     assert (first.draft_version, second.draft_version) == (0, 1)
@@ -31,6 +36,8 @@ def test_releases_count_up_and_describe_themselves(tmp_path: Path) -> None:
     assert second.parent_version == 0 and second.trained_against_policy_version == 12
     assert registry.path(1).name == "release-000001"
     assert registry.uses()[0] == [first, second] and registry.get(1) == second
+    sent = [Payloads(registry).get(version).expected_acceptance for version in (0, 1)]
+    assert sent == [(), (0.9, 0.6)], "to servers"
     assert {p.name for p in registry.path(1).iterdir()} == {
         "config.json",
         "model.safetensors",

@@ -8,7 +8,7 @@ import math
 import os
 import queue
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
 
@@ -51,15 +51,26 @@ class Plane(MemoryServer):
         tensors = {name: tensor + version for name, tensor in self.tensors.items()}
         self._stage(stage_id, pb.STAGE_KIND_POLICY, version, tensors)
 
-    def stage_draft(self, version: int) -> pb.StageResult:
+    def stage_draft(self, version: int, expected: Sequence[float] = ()) -> pb.StageResult:
         tensors = load(self.draft_dir)
-        return self._stage(f"draft-{version}", pb.STAGE_KIND_DRAFT, version, tensors)
+        return self._stage(f"draft-{version}", pb.STAGE_KIND_DRAFT, version, tensors, expected)
 
     def _stage(
-        self, stage_id: str, kind: int, version: int, tensors: dict[str, torch.Tensor]
+        self,
+        stage_id: str,
+        kind: int,
+        version: int,
+        tensors: dict[str, torch.Tensor],
+        expected: Sequence[float] = (),
     ) -> pb.StageResult:
         specs = [spec_of(name, tensor) for name, tensor in tensors.items()]
-        header = pb.StageHeader(stage_id=stage_id, kind=kind, version=version, tensors=specs)
+        header = pb.StageHeader(
+            stage_id=stage_id,
+            kind=kind,
+            version=version,
+            tensors=specs,
+            expected_acceptance=expected,
+        )
         return stage(self.stub, header, tensors, timeout=SECONDS)
 
 
@@ -105,6 +116,20 @@ def test_unprepared_draft_is_logged_once_per_reason(
         f"draft {version} is not prepared, so its commit takes longer: {why_not}"
         for version, why_not in ((1, "buffers"), (5, "no memory"))
     ]
+
+
+def test_expected_acceptance_comes_with_the_stage(plane: Plane) -> None:
+    plane.stage_draft(1, (0.7, 0.5, 0.25))
+    plane.commit("draft-1")
+    assert plane.control.tracker.recent.expected == (0.7, 0.5, 0.25)
+    plane.stage_draft(2)
+    plane.commit("draft-2")
+    assert plane.control.tracker.recent.expected == (), "not known"
+    plane.stub.RollBack(pb.RollBackRequest(), timeout=SECONDS)
+    assert plane.control.tracker.recent.expected == (0.7, 0.5, 0.25)
+    for wrong in ([math.nan], [1.5]):
+        with pytest.raises(grpc.RpcError, match="acceptance by position: found"):
+            plane.stage_draft(3, wrong)
 
 
 def test_unknown_weights_stop_server_at_once(

@@ -236,6 +236,7 @@ class ModelShape:
         context_flops: operations a token and token of past.
         context_bytes: of KV cache a token of past.
         experts: routed experts a layer; ``experts_per_token`` of them compute a token.
+        layers: decoder layers.
     """
 
     dense_bytes: float
@@ -245,6 +246,7 @@ class ModelShape:
     expert_bytes: float = 0.0
     experts: int = 1
     experts_per_token: int = 1
+    layers: int = 1
 
     def step_bytes(self, tokens: float, context_tokens: float) -> float:
         """Bytes that a step of that many tokens reads; experts are drawn evenly."""
@@ -328,6 +330,7 @@ def policy_shape(config: Mapping[str, Any], gpus: int = 1, weight_bytes: float =
         expert_bytes=routed * weight_bytes / gpus,
         experts=experts,
         experts_per_token=chosen,
+        layers=layers,
     )
 
 
@@ -354,15 +357,18 @@ class Roofline:
     """Steps estimated from a model's shape and an accelerator's data sheet.
 
     A pass takes (memory^q + compute^q)^(1/q) seconds, a maximum with the corner rounded off, and an
-    overhead for each request. Its five figures are one least-squares fit of log seconds to the A100
-    tables of arXiv 2606.18967 (three models, 685 cells); a model that is left out of the fit is
-    predicted with a mean error of 6 to 9 % (``benchmarks.plan_published``). The overheads of
-    drafting are a fit to vLLM's pull request 20780. Measured steps need none of this.
+    overhead for each layer and each request: a pass of a small model costs its launches. The six
+    figures are one least-squares fit of log seconds to steps of three models on an A100 (arXiv
+    2606.18967, 685 cells) and of two on an H100 (vLLM's pull request 53060, 12 cells), in which
+    each model counts the same; ``benchmarks.plan_published`` has the error for a model that is left
+    out of the fit. The overheads of drafting are a fit to vLLM's pull request 20780, which has one
+    policy, on an H100. Measured steps need none of this.
 
     Attributes:
         memory_share, compute_share: shares of the data sheet's figures that a pass reaches.
         corner: q.
         context_share: share of the KV cache's bytes that a pass pays for.
+        layer_seconds: added for each layer.
         request_seconds: added for each request.
         draft_seconds: added for each draft pass.
         speculative_seconds: added once to a step in which the draft runs.
@@ -372,21 +378,24 @@ class Roofline:
     policy: ModelShape
     draft: ModelShape
     draft_lengths: tuple[int, ...] = (OFF, 0, 1, 2, 3, 4, 5, 6, 7)
-    memory_share: float = 0.742
-    compute_share: float = 0.832
-    corner: float = 1.34
-    context_share: float = 0.3
-    request_seconds: float = 10.7e-6
-    draft_seconds: float = 0.58e-3
-    speculative_seconds: float = 1.01e-3
+    memory_share: float = 0.800
+    compute_share: float = 0.821
+    corner: float = 1.54
+    context_share: float = 0.741
+    layer_seconds: float = 40.9e-6
+    request_seconds: float = 17.2e-6
+    draft_seconds: float = 0.71e-3
+    speculative_seconds: float = 1.31e-3
 
     def forward(self, shape: ModelShape, batch: float, tokens: int, context: float) -> float:
-        """Seconds of a pass over ``tokens`` new tokens of each request, without overhead."""
+        """Seconds of a pass over ``tokens`` new tokens of each request, without what each request
+        and each draft adds."""
         read = shape.step_bytes(batch * tokens, self.context_share * batch * context)
         flops = batch * tokens * (shape.token_flops + context * shape.context_flops)
         memory = read / (self.memory_share * self.hardware.bandwidth)
         compute = flops / (self.compute_share * self.hardware.flops)
-        return float((memory**self.corner + compute**self.corner) ** (1 / self.corner))
+        busy = (memory**self.corner + compute**self.corner) ** (1 / self.corner)
+        return float(self.layer_seconds * shape.layers + busy)
 
     def seconds(self, k: int, batch: float, context: float) -> float:
         """See ``Costs``."""
@@ -396,3 +405,34 @@ class Roofline:
             draft = self.forward(self.draft, batch, 1, context) + self.draft_seconds
             step += max(k, 1) * draft + self.speculative_seconds
         return step
+
+
+FITTED_GPUS = ("A100", "H100")
+FITTED_WEIGHTS = (6e9, 15e9)
+FITTED_REQUESTS = 64
+"""The policies and batches for which ``Roofline`` was compared with published steps and drafts."""
+
+
+def beyond_fit(
+    gpu: Hardware, policy: ModelShape, gpus: int, weight_bytes: float, requests: int
+) -> list[str]:
+    """Say in which respects an estimate is a guess; none where it was compared with measurements.
+
+    Args:
+        gpu: the accelerator.
+        policy: its shape on one of ``gpus`` of them, as ``policy_shape`` makes it.
+        gpus: tensor-parallel accelerators.
+        weight_bytes: of a weight.
+        requests: the most in a step.
+    """
+    weights = policy.dense_bytes * gpus / weight_bytes
+    low, high = FITTED_WEIGHTS
+    found = {
+        f"a policy of {weights / 1e9:.2g} billion weights a step": not low <= weights <= high,
+        f"{policy.experts} experts": policy.experts > 1,
+        f"weights of {weight_bytes:g} bytes": weight_bytes != 2,
+        f"{gpus} GPUs": gpus > 1,
+        gpu.name: gpu.name not in FITTED_GPUS,
+        f"{requests} requests": requests > FITTED_REQUESTS,
+    }
+    return [what for what, beyond in found.items() if beyond]
