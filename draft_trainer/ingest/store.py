@@ -299,6 +299,24 @@ class SampleStore:
         logger.info("run %r starts; %d samples of the previous run are dropped", run_id, len(gone))
 
     @repairing
+    def begin_again(self, run_id: str, facts: dict[str, Any], version: int) -> int:
+        """Go on under another id, without this policy version and later ones and their samples.
+
+        Their ids are new again, and draws of them stay known.
+
+        Returns:
+            How many samples are dropped.
+        """
+        with self._db.transaction():
+            gone = self._evict("policy_version >= ?", version)
+            self._db.execute("UPDATE samples SET tokens = 0 WHERE policy_version >= ?", version)
+            self._db.set("policies", [row for row in self.policies() if row[0] < version])
+            self._db.set("run", [run_id, facts])
+        self._free(gone)
+        self._run = (run_id, facts)
+        return len(gone)
+
+    @repairing
     def put_policy(self, run_id: str, version: int, names: Sequence[str]) -> None:
         """Record a policy version and the names of its tensors. Raises as ``accept``."""
         self._check_run(run_id)

@@ -75,7 +75,10 @@ def _policy(status: TrainerStatus, config: TrainerConfig) -> Found:
             f"run {status.run_id} is open, and has registered no policy version",
             "run one step of the loop with bridge.sync(version) and bridge.capture()",
         )
-    return OK, f"run {status.run_id} is at policy version {status.policy_version}", ""
+    found = f"run {status.run_id} is at policy version {status.policy_version}"
+    if status.history:
+        found += f"; its job resumed from an older checkpoint {status.history} time(s)"
+    return OK, found, ""
 
 
 def _samples(since: TrainerStatus, status: TrainerStatus, config: TrainerConfig) -> Found:
