@@ -189,6 +189,11 @@ class Run:
         """See ``SampleStore.held_out``."""
         return self.store.held_out(self.key, newest_versions)
 
+    @property
+    def held_out_by_completion(self) -> bool:
+        """See ``SampleStore``."""
+        return self.store.held_out_by_completion
+
     def knows(self, version: int, digests: Sequence[bytes]) -> bool:
         """Return whether a version is held, with matrices of these SHA-256."""
         return version in self.heads.versions and self.heads.digests(version) == tuple(digests)

@@ -270,6 +270,7 @@ class Status:
             code_version=code_version(),
             trainer=self.state.owner,
             history=0 if run is None else run.history,
+            held_out_by_completion=self.store.held_out_by_completion,
             # Samples.
             run_id=run_id,
             samples_accepted=samples.get("accepted", 0),

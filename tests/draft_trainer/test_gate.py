@@ -36,6 +36,7 @@ pytestmark = pytest.mark.contract("gate")
 CONFIG = TrainingConfig(learning_rate=3e-3, warmup_steps=5, weight_averaging=0.0, ttt_steps=3)
 COMPLETIONS = 4
 DRAWS = 600
+FACTS: dict[str, Any] = {"run_id": "run", "held_out_by_completion": False}
 
 
 @pytest.fixture(scope="module")
@@ -107,7 +108,7 @@ def test_gate_too_few_anchors_or_nan_is_not_measured() -> None:
         assert result.outcome == "not_measured" and not result.HasField("gate")
         return result.reason
 
-    assert reason(head(0), few) == "17 held-out anchors in 2 prompts, 100 in 4 are needed"
+    assert reason(head(0), few) == "17 held-out anchors in 2 prompts, 100 in 6 are needed"
     assert "no held-out sample" in reason(head(0), [])
     ruined, partly = head(0), head(0)
     torch.nn.init.constant_(ruined.fc.weight, torch.nan)
@@ -156,7 +157,7 @@ def gate_of(
         make_config(tmp_path, gate=config), unused, unused, Counters(), lambda: (3, "probabilistic")
     )
     made._promoted = lambda: (0, incumbent)  # type: ignore[method-assign]
-    return made, SimpleNamespace(heads=policy.heads(), held_out=lambda _: held, run_id="run")
+    return made, SimpleNamespace(heads=policy.heads(), held_out=lambda _: held, **FACTS)
 
 
 def test_gate_after_promotion_compares_with_new_release(
@@ -278,7 +279,7 @@ def test_gate_survives_unreadable_held_out_samples(
                 raise RefusedError("it", "disk is full", "space", "free some", reason=reason)
             return held
 
-        return SimpleNamespace(heads=policy.heads(), held_out=held_out, run_id="run")
+        return SimpleNamespace(heads=policy.heads(), held_out=held_out, **FACTS)
 
     full = run_of(release_pb2.REFUSAL_REASON_DISK)
     verdict, _ = made.judge(lambda: [candidate], full, None)
