@@ -433,7 +433,7 @@ class Runs:
         before = self._run
         assert before is not None
         key, facts = key_of_history(before.run_id, history), policy_fields(before.policy)
-        dropped = self._store.begin_again(key, facts, version)
+        dropped = self._store.begin(key, facts, version)
         # The store has dropped them, even if the new history cannot be made.
         before.superseded, self._run = True, None
         self._run = Run(key, before.policy, self._store, self._max_policy_lag)

@@ -268,38 +268,27 @@ class SampleStore:
             return self._run
 
     @repairing
-    def begin(self, run_id: str, facts: dict[str, Any]) -> None:
-        """Start another run and drop the samples and policy versions of the previous one."""
+    def begin(self, run_id: str, facts: dict[str, Any], first: int | None = None) -> int:
+        """Start another run without what the one before has left; return how many samples it had.
+
+        With ``first`` it is another history of the run, and the policy versions before that one
+        stay with their samples; the ids of those that are dropped are new again.
+        """
+        dropped, values = ("1", ()) if first is None else ("policy_version >= ?", (first,))
         with self._db.transaction():
-            gone = self._evict("1")
+            gone = self._evict(dropped, *values)
             # Remembered ids must not count for a policy version of this run.
-            self._db.execute("UPDATE samples SET tokens = 0")
-            self._db.execute("DELETE FROM draws")
-            self._db.set("policies", [])
-            self._db.set("first_policy", [])
-            self._db.set("held_out_fraction", None)
+            self._db.execute(f"UPDATE samples SET tokens = 0 WHERE {dropped}", *values)
+            self._db.set("policies", [row for row in self.policies() if row[0] < (first or 0)])
+            if first is None:
+                self._db.execute("DELETE FROM draws")
+                self._db.set("first_policy", [])
+                self._db.set("held_out_fraction", None)
             self._db.set("run", [run_id, facts])
         self._free(gone)
         self._run = (run_id, facts)
         self._held = self._kept()
-        logger.info("run %r starts; %d samples of the previous run are dropped", run_id, len(gone))
-
-    @repairing
-    def begin_again(self, run_id: str, facts: dict[str, Any], version: int) -> int:
-        """Go on under another id, without this policy version and later ones and their samples.
-
-        Their ids are new again, and draws of them stay known.
-
-        Returns:
-            How many samples are dropped.
-        """
-        with self._db.transaction():
-            gone = self._evict("policy_version >= ?", version)
-            self._db.execute("UPDATE samples SET tokens = 0 WHERE policy_version >= ?", version)
-            self._db.set("policies", [row for row in self.policies() if row[0] < version])
-            self._db.set("run", [run_id, facts])
-        self._free(gone)
-        self._run = (run_id, facts)
+        logger.info("run %r starts; %d samples from before it are dropped", run_id, len(gone))
         return len(gone)
 
     @repairing
@@ -425,11 +414,8 @@ class SampleStore:
         return held
 
     def _hold_out_less(self, before: HeldOut) -> HeldOut:
-        """Give back to training what the newest versions hold out more than is needed.
-
-        Returns:
-            The choice from now on.
-        """
+        """Give back to training what the newest versions hold out more than is needed; return the
+        choice from now on."""
         held = []
         for number, seal, *columns in self._db.held_out(-1):
             if seal == seal_of(*columns):
