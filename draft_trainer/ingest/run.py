@@ -327,6 +327,9 @@ class Runs:
             raise RefusedError(
                 "run_id", f"{length} characters", f"1 to {MAX_RUN_ID_CHARACTERS}", "choose an id"
             )
+        if request.history > _MOST_VERSION:
+            advice = "send what AnnouncePolicy answered"
+            raise RefusedError("history", request.history, f"at most {_MOST_VERSION}", advice)
         policy = policy_of(request.policy)
         check_fit(policy, self._draft)
         with self._begin_lock:

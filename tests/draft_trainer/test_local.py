@@ -117,7 +117,8 @@ def test_resumed_job_feeds_its_run_and_the_job_before_is_refused(
                 found = {one.part: one.found for one in status.diagnosis}["policy"]
                 assert found.endswith("resumed from an older checkpoint 1 time(s)")
                 # The job before still runs: what it sends changes nothing.
-                feed(before, model, 13)
+                with before.sync(13):
+                    pass
                 until(lambda: "history" in before.stats().last_error)
                 feed(before, model, 14)
                 assert "which another process has begun" in before.stats().capture_off_reason

@@ -175,6 +175,8 @@ def test_trainer_without_samples_takes_the_latest_history(runs: Runs) -> None:
     then = runs.open(pb.OpenRunRequest(run_id="one", policy=SPEC, history=4))
     assert then.run.history == 4 and then.run.heads.versions == ()
     assert first.run.superseded and not announced(runs, then, 6)
+    with pytest.raises(RefusedError, match="history: found 18446744073709551615"):
+        runs.open(pb.OpenRunRequest(run_id="one", policy=SPEC, history=2**64 - 1))
 
 
 def test_history_goes_on_with_every_process_of_a_job(runs: Runs, store: SampleStore) -> None:
