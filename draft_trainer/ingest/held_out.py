@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class HeldOut:
-    """What a run holds out, and what is known of its prompts so far.
+    """The choice of a run, and what is known of its prompts so far.
 
     Attributes:
         fraction: the share of prompts, or of completions.
@@ -50,7 +50,7 @@ class HeldOut:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What is to be kept, as JSON."""
+        """The fields, to be kept as JSON."""
         return asdict(self)
 
     def name_of(self, sample: Sample) -> str:

@@ -216,7 +216,7 @@ def test_windows_of_a_completion_are_held_out_together(tmp_path: Path) -> None:
 
 
 def test_many_prompts_hold_out_prompts_whatever_follows(tmp_path: Path) -> None:
-    """In a pause of training a loop sends a sample or a few of each version."""
+    """A loop sends a sample or a few of each version in a pause of training."""
     store = open_store(tmp_path, 1 << 23, held_out_fraction=None)
     store.begin("run", {})
     for version in range(1, 4):
