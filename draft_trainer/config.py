@@ -43,8 +43,13 @@ Port = Annotated[int, Field(ge=0, le=65535)]
 
 HELD_OUT_MOST, HELD_OUT_LEAST = 0.25, 0.1
 """The shares of prompts that are held out where ``replay.held_out_fraction`` is not set."""
+FEW_PROMPTS = 8
+"""The prompts of a policy version up to which completions are held out instead of prompts."""
 ENOUGH_PROMPTS = 8
 """The held-out prompts from which an interval over prompts is not wide merely for their number."""
+ENOUGH_HELD_OUT = 32
+"""The held-out prompts, or completions, that suffice: with more in the newest two policy versions
+fewer are held out from then on, and with fewer in them the gate takes older versions, too."""
 
 
 class Section(BaseModel):
@@ -163,8 +168,9 @@ class ReplayConfig(Section):
     Attributes:
         directory: folder of the samples; None for one in the registry.
         capacity_bytes: bound on the bytes of their blocks.
-        held_out_fraction: share of prompts; None: ``HELD_OUT_MOST`` at first, and less, down to
-            ``HELD_OUT_LEAST``, once more prompts are held out than the gate needs.
+        held_out_fraction: share of prompts, or of completions where a version has ``FEW_PROMPTS``
+            or fewer; None: ``HELD_OUT_MOST`` at first, and less, down to ``HELD_OUT_LEAST``, once
+            more are held out than the gate needs.
         max_epochs: how often a sample is drawn.
         max_policy_lag: policy versions that samples may be behind the newest.
         ledger_entries: number of sample ids that are remembered.
@@ -267,7 +273,8 @@ class GateSection(Section):
         min_gain: least gain in acceptance length.
         confidence: level of the interval of that gain.
         min_anchors: held-out anchors without which nothing passes; None: ``needed_anchors``.
-        newest_versions: policy versions whose held-out states count.
+        newest_versions: policy versions whose held-out states count at least; older ones do while
+            they have less than ``ENOUGH_HELD_OUT``.
         max_tokens: held-out tokens of one decision; more where one sample each of
             ``ENOUGH_PROMPTS`` prompts has more.
     """
@@ -278,14 +285,15 @@ class GateSection(Section):
     newest_versions: Annotated[int, Field(ge=1)] = 2
     max_tokens: Annotated[int, Field(ge=1)] = 16384
 
-    def needed_anchors(self, prompts: int) -> int:
+    def needed_anchors(self, clusters: int) -> int:
         """Return the held-out anchors that a decision needs.
 
-        The interval is over prompts: with many prompts, few anchors of each suffice.
+        The interval is over clusters (prompts or completions): with many of them, few anchors of
+        each suffice.
         """
         if self.min_anchors is not None:
             return self.min_anchors
-        return 200 if prompts < ENOUGH_PROMPTS else 60
+        return 200 if clusters < ENOUGH_PROMPTS else 60
 
 
 class PublishConfig(Section):

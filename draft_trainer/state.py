@@ -43,7 +43,8 @@ RECENT_SNAPSHOTS = 120
 THINNED_SNAPSHOTS = 400
 
 KINDS = (
-    *("trainer_started", "trainer_stopped", "training_failed", "run_opened", "policy_announced"),
+    *("trainer_started", "trainer_stopped", "training_failed"),
+    *("run_opened", "run_resumed", "policy_announced"),
     *("gate_passed", "gate_failed", "gate_not_measured", "release_not_written"),
     *("committed", "stage_failed", "not_committed", "rolled_back", "interrupted"),
     *("trial_passed", "trial_undecided", "trial_rolled_back", "rolled_back_by_hand"),

@@ -105,7 +105,7 @@ class Capture:
         forwards: how many passes will be shipped, if known.
         draw: gives each candidate its lot.
         states_dtype: the dtype in which states are sent; None keeps their own.
-        next_id: a fresh sample id.
+        next_id: a fresh name for a sequence.
         offer: hands a sample over with its priority, 0 to ``PRIORITIES`` - 1.
         probe: whether to compare the policy's own logits with those that follow from its states.
         takes: whether a sample of so many bytes and such a priority would be taken.
@@ -458,17 +458,20 @@ class Capture:
 
     def _copy_and_offer(self, chosen: list[Chosen]) -> None:
         """Send ``chosen``, from which what is offered, or counted as shed, is removed."""
+        # Windows of one sequence share a name, by which the trainer may hold them out together.
+        origins = {id(one.origin): one.origin for one in chosen}
+        names = {key: origin.name or self.next_id() for key, origin in origins.items()}
         for group in self._copy_groups(chosen):
             nbytes = [one.layout.nbytes for one in group]
             pinned = self.copier.pinned
             memory = torch.empty(sum(nbytes), dtype=torch.uint8, device="cpu", pin_memory=pinned)
             filled = []
             for one, block in zip(group, memory.split(nbytes), strict=True):
-                facts = (self.next_id(), self.policy_version, self.temperature)
-                header = header_of(*facts, self.session.aux_layers, one.layout)
+                facts = (self.policy_version, self.temperature)
+                header = header_of("", *facts, self.session.aux_layers, one.layout)
                 header.sampling.CopyFrom(self.sampling)
                 header.logits_dtype = dtype_to_wire(one.record.states.logits_dtype)
-                one.write_origin(header)
+                one.write_origin(header, names[id(one.origin)])
                 sample = Sample(header, block)
                 fill(sample, one)
                 filled.append((sample, one))

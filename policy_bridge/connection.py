@@ -313,17 +313,18 @@ class Connection:
                 return False
 
     def _open_run(self) -> Session:
-        config = self._config
+        config, history = self._config, self._announcer.history
         response = self._stub.OpenRun(
             pb.OpenRunRequest(
                 run_id=config.run_id,
                 policy=self._modules.spec(config.model_name),
                 client="policy_bridge",
                 schema_version=SCHEMA_VERSION,
+                history=history,
             ),
             timeout=config.rpc_seconds,
         )
-        session = decode_session(response, self._modules)
+        session = decode_session(response, self._modules, joined=history is not None)
         before = self.session
         other = before is not None and not before.same_shape(session)
         self._announcer.open_session(session, forget=other)

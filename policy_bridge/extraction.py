@@ -161,15 +161,19 @@ class Chosen:
     sampled: Floats
     priority: int
 
-    def write_origin(self, header: pb.VerifierStates) -> None:
-        """Write whose completion it is, who sampled it, and its name where it has one."""
+    @property
+    def origin(self) -> Origin:
+        """The origin of its sequence."""
         one = self.candidate
-        origin = self.record.origins[one.row, one.start - one.offset]
+        return self.record.origins[one.row, one.start - one.offset]
+
+    def write_origin(self, header: pb.VerifierStates, name: str) -> None:
+        """Write whose completion it is, and who sampled it; ``name`` is its sequence's."""
+        origin, offset = self.origin, self.candidate.offset
         header.prompt = origin.prompt
         if origin.version is not None:
             header.rollout_policy_version = origin.version
-        if origin.name is not None:
-            header.sample_id = f"{origin.name}+{one.offset}" if one.offset else origin.name
+        header.sample_id = f"{name}+{offset}" if offset else name
 
 
 def _origins(record: Record) -> dict[tuple[int, int], Origin]:

@@ -12,7 +12,7 @@ import threading
 import time
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -43,7 +43,8 @@ class Session:
         aux_layers: "after L layers" numbers to capture, ascending.
         draft_vocab_ids: int64 [draft_vocab], rows of lm_head to announce.
         max_tokens: longest sample the trainer takes.
-        latest_policy_version: the highest it knows; None if none.
+        latest_policy_version: the highest it knows; None if none, and before this process has
+            announced one: what is known then may be of the job that this one resumes.
         rollout_servers: host:port of each server that it publishes to.
     """
 
@@ -65,8 +66,15 @@ class Session:
         return min(self.max_tokens, (MAX_MESSAGE_BYTES - _MESSAGE_OVERHEAD) // token_bytes)
 
 
-def decode_session(response: pb.OpenRunResponse, policy: PolicyModules) -> Session:
+def decode_session(
+    response: pb.OpenRunResponse, policy: PolicyModules, joined: bool = False
+) -> Session:
     """Check the trainer's answer to OpenRun, and return it as a ``Session``.
+
+    Args:
+        response: the answer.
+        policy: the policy's parts.
+        joined: whether this process has announced a policy version in the run.
 
     Raises:
         RefusedError: another schema version, layers the policy does not have, vocabulary ids
@@ -93,7 +101,7 @@ def decode_session(response: pb.OpenRunResponse, policy: PolicyModules) -> Sessi
         raise RefusedError(
             "max_tokens_per_sample", found, "at least 2", "raise the trainer's limit"
         )
-    known = response.HasField("latest_policy_version")
+    known = joined and response.HasField("latest_policy_version")
     return Session(
         session_id=response.session_id,
         aux_layers=layers,
@@ -161,7 +169,7 @@ class Announcer:
     def __init__(self, channel: grpc.Channel, stop: threading.Event) -> None:
         self._stop = stop
         # Not through the stub, which copies a chunk five times under the interpreter's lock.
-        self._call = channel.stream_unary(
+        self._call: Callable[..., pb.AnnouncePolicyResponse] = channel.stream_unary(
             f"/{_METHOD.containing_service.full_name}/{_METHOD.name}",
             response_deserializer=pb.AnnouncePolicyResponse.FromString,
         )
@@ -173,6 +181,8 @@ class Announcer:
         self._held_hashes: set[bytes] = set()
         # Kept for tensors that do not change from one snapshot to the next.
         self._hashes: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+        # Of the run, in which this process has announced a version; None before that.
+        self.history: int | None = None
         # Samples of these may still be on their way from the policy's device.
         self._dropped: deque[int] = deque(maxlen=_MAX_DROPPED)
 
@@ -242,15 +252,17 @@ class Announcer:
             )
             names = {spec.name for spec in specs if spec.sha256 not in self._held_hashes}
             try:
-                self._send(header, snapshot, names, timeout)
+                answer = self._send(header, snapshot, names, timeout)
             except grpc.RpcError as error:
                 refusal = refused_from(error)
                 busy = refusal is not None and refusal.reason in OVERLOADED
                 if refusal is None or busy or len(names) == len(specs):
                     raise
                 # The trainer may have let go of a tensor that it had: send all of them.
-                self._send(header, snapshot, set(snapshot.tensors), timeout)
+                answer = self._send(header, snapshot, set(snapshot.tensors), timeout)
             with self._lock:
+                if answer.HasField("history"):
+                    self.history = answer.history
                 self._held_hashes.update(spec.sha256 for spec in specs)
                 self._known, snapshot.announced = version, True
         finally:
@@ -263,7 +275,7 @@ class Announcer:
         snapshot: PolicySnapshot,
         names: set[str],
         timeout: float,
-    ) -> None:
+    ) -> pb.AnnouncePolicyResponse:
         sent = {name: bytes_of(snapshot.tensors[name]) for name in names}
 
         def requests() -> Iterator[bytes]:
@@ -271,7 +283,7 @@ class Announcer:
             for block in _blocks(sent):
                 yield frame_chunk(*block)
 
-        self._call(requests(), timeout=timeout)
+        return self._call(requests(), timeout=timeout)
 
     def awaits_lead(self, version: int, seconds: float) -> bool:
         """Return whether samples of a version that another process announces may still wait.

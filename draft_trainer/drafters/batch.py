@@ -43,6 +43,7 @@ class Batch:
         sampled_logprobs: float32 [B, T], log p(x_j).
         temperature: float32 [B].
         groups: B names; rows of one prompt share one (``Sample.group``).
+        completions: B names; rows of one completion share one (``Sample.completion``).
         sampling: each row's parameters besides the temperature; empty where no row had any.
     """
 
@@ -61,6 +62,7 @@ class Batch:
     sampled_logprobs: Tensor
     temperature: Tensor
     groups: tuple[str, ...]
+    completions: tuple[str, ...] = ()
     sampling: tuple[pb.SamplingParameters, ...] = ()
 
     def to(self, device: torch.device) -> Batch:
@@ -214,6 +216,7 @@ def _collate(rows: Sequence[_Row], policy_heads: PolicyHeads, device: torch.devi
         sampled_logprobs=logprobs,
         temperature=torch.tensor([row.sample.temperature for row in rows], dtype=torch.float32),
         groups=tuple(row.sample.group for row in rows),
+        completions=tuple(row.sample.completion for row in rows),
         sampling=tuple(row.sample.sampling for row in rows),
     )
 

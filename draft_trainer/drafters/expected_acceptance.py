@@ -68,6 +68,7 @@ class AcceptanceEstimate:
             Pair them between two heads on the same samples.
         groups: what each sequence belongs to (``Sample.group``); sequences of one prompt are not
             independent.
+        completions: the completion of each (``Sample.completion``).
         ignored: sampling parameters of the rollouts that the figure leaves out, by name.
     """
 
@@ -77,6 +78,7 @@ class AcceptanceEstimate:
     sequences: int
     per_sequence: Tensor
     groups: tuple[str, ...]
+    completions: tuple[str, ...] = ()
     ignored: tuple[str, ...] = ()
 
 
@@ -107,7 +109,7 @@ def expected_acceptance(
     if not samples:
         raise _no_anchor()
     accepted_parts, drafts_parts = [], []
-    groups: list[str] = []
+    names: list[tuple[str, str]] = []
     ignored = {name for sample in samples for name in _ignored(sample.sampling)}
     device = head.device
     # Flash attention on a GPU takes 16-bit types only, and vLLM serves drafts in one.
@@ -115,7 +117,7 @@ def expected_acceptance(
     with torch.inference_mode():
         # ``batches`` sorts by length, the same way for every head: pairs stay pairs.
         for batch in batches(samples, policy_heads, max_batch_tokens, device):
-            groups.extend(batch.groups)
+            names.extend(zip(batch.groups, batch.completions, strict=True))
             known = valid_targets(batch, k)
             rate, survival = step_acceptance(head, batch, known, method, dtype)
             alive = visit_probabilities(survival, known, batch.loss_mask) * known[0]
@@ -126,7 +128,7 @@ def expected_acceptance(
                 alive = alive * survival[step]
     accepted = torch.stack([torch.cat(accepted_parts[step::k]) for step in range(k)])
     drafts = torch.cat(drafts_parts)
-    return replace(_estimate(accepted, drafts, groups), ignored=tuple(sorted(ignored)))
+    return replace(_estimate(accepted, drafts, names), ignored=tuple(sorted(ignored)))
 
 
 def step_acceptance(
@@ -259,8 +261,11 @@ def visit_probabilities(survival: Tensor, known: Tensor, loss_mask: Tensor) -> T
     return visits[:, :length]
 
 
-def _estimate(accepted: Tensor, drafts: Tensor, groups: Sequence[str]) -> AcceptanceEstimate:
-    """Estimate from sums per sequence, accepted [k, rows] and drafts [rows], and their groups."""
+def _estimate(
+    accepted: Tensor, drafts: Tensor, names: Sequence[tuple[str, str]]
+) -> AcceptanceEstimate:
+    """Estimate from sums per sequence, accepted [k, rows] and drafts [rows], and the group and
+    completion of each."""
     present = drafts > 0
     accepted, drafts = accepted[:, present], drafts[present]
     count = len(drafts)
@@ -271,13 +276,15 @@ def _estimate(accepted: Tensor, drafts: Tensor, groups: Sequence[str]) -> Accept
     ratio = float(positions.sum())
     # Linearised ratio estimator: how much each sequence moves sum(accepted) / sum(drafts).
     influence = (accepted.sum(0) - ratio * drafts) / total
+    kept = [pair for pair, here in zip(names, present.tolist(), strict=True) if here]
     return AcceptanceEstimate(
         acceptance_length=1.0 + ratio,
         accepted_per_position=tuple(positions.tolist()),
         drafts=float(total),
         sequences=count,
         per_sequence=1.0 + ratio + count * influence,
-        groups=tuple(g for g, here in zip(groups, present.tolist(), strict=True) if here),
+        groups=tuple(group for group, _ in kept),
+        completions=tuple(completion for _, completion in kept),
     )
 
 

@@ -16,6 +16,7 @@ import sqlite3
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing, contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
@@ -77,6 +78,25 @@ _MOST_MISSES = 1 << 18
 
 class DamagedError(Exception):
     """The file cannot be used as it is; ``Database.repair`` saves what can be read."""
+
+
+@dataclass(frozen=True)
+class StoreCounts:
+    """The numbers of samples and bytes that the store holds now.
+
+    Attributes:
+        pending: samples to train on that were never drawn.
+        held_out: samples that never train and feed the gate.
+        unsaved: exhausted samples that are kept until a training state contains their last draw.
+        resident: all samples.
+        nbytes: bytes of the arena in use.
+    """
+
+    pending: int
+    held_out: int
+    unsaved: int
+    resident: int
+    nbytes: int
 
 
 class Database:
@@ -177,6 +197,15 @@ class Database:
             f"{RESIDENT} AND held_out ORDER BY policy_version DESC LIMIT ?) ORDER BY number",
             newest_versions,
         ).fetchall()
+
+    def counts(self, max_epochs: int, nbytes: int) -> StoreCounts:
+        """Return how many samples there are; ``nbytes`` is what their arena uses."""
+        pending, held_out, unsaved, resident = self.execute(
+            f"SELECT total({UNTRAINED}), total(held_out), total(times_drawn >= ?), count(*) "
+            f"{RESIDENT}",
+            max_epochs,
+        ).fetchone()
+        return StoreCounts(int(pending), int(held_out), int(unsaved), resident, nbytes)
 
     def record_draw(self, draw: int, numbers: Iterable[int]) -> None:
         """Record that these samples were drawn together."""

@@ -177,8 +177,9 @@ class Ingest:
         for (header, memories), ack in zip(samples, acks, strict=True):
             try:
                 check_sample_id(header.sample_id)
+                run.check_current()
                 # A retry after a lost acknowledgement is recognised before its block is read.
-                if self._store.seen(run.run_id, header.sample_id):
+                if self._store.seen(run.key, header.sample_id):
                     self._duplicate(ack)
                     continue
                 run.check_policy_version(header.policy_version)
@@ -245,7 +246,7 @@ class Ingest:
 
     def _accept(self, run: Run, taken: Sequence[tuple[pb.Ack, Sample]]) -> None:
         try:
-            fresh = self._store.accept(run.run_id, [sample for _, sample in taken])
+            fresh = self._store.accept(run.key, [sample for _, sample in taken])
         except RefusedError as error:
             for ack, _ in taken:
                 self._refuse(ack, error)
@@ -267,7 +268,7 @@ class Ingest:
         ack.status = pb.ACK_STATUS_REFUSED
         ack.refusal.CopyFrom(error.to_proto())
         # A bounded set of labels: the first word is a field of VerifierStates, "teacher", "run_id",
-        # or the resource that was full or gone: "sample", "replay", "shared_memory".
+        # "history", or the resource that was full or gone: "sample", "replay", "shared_memory".
         self.counters.refused(error.field.partition(".")[0])
 
 

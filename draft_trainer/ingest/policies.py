@@ -1,12 +1,15 @@
-"""A policy version's tensors: received and checked, and kept as files for a restart."""
+"""A run's policy: its shape is checked, and the tensors of its versions are received and kept."""
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterable, Sequence, Set
 from pathlib import Path
+from typing import Any
 
 import torch
+from google.protobuf import json_format
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
@@ -14,7 +17,9 @@ from draft_trainer.drafters import DraftShape
 from draft_trainer.files import SAFETENSORS_PART
 from slipstream.errors import RefusedError, StatusCode
 from slipstream.sample import STATE_DTYPES
+from slipstream.sampling import LogitForm
 from slipstream.tensors import ChunkAssembler, digest, dtype_from_wire
+from slipstream.v1 import draft_trainer_pb2 as pb
 from slipstream.v1 import release_pb2, tensor_pb2
 
 LM_HEAD = "lm_head.weight"
@@ -27,6 +32,51 @@ OURS = re.compile(rf"[0-9a-f]{{64}}\.(safetensors|part)|{SAFETENSORS_PART}")
 
 _NAME = "matrix"
 _SUFFIX = ".safetensors"
+
+
+def policy_of(spec: pb.PolicySpec) -> pb.PolicySpec:
+    """Return what must not change within a run: all but the policy's name, a scale of 0 as 1.
+
+    Raises RefusedError: the scale or the cap is negative or not finite.
+    """
+    for name in ("logit_scale", "logit_soft_cap"):
+        value = getattr(spec, name)
+        if not (math.isfinite(value) and value >= 0.0):
+            advice = "send the policy's, or leave it out"
+            raise RefusedError(f"policy.{name}", value, "a finite number >= 0", advice)
+    policy = pb.PolicySpec()
+    policy.CopyFrom(spec)
+    policy.DiscardUnknownFields()
+    policy.ClearField("model_name")
+    policy.logit_scale = LogitForm.of(spec).scale
+    return policy
+
+
+def policy_fields(policy: pb.PolicySpec) -> dict[str, Any]:
+    """Return a policy's fields as the store keeps them and refusals show them."""
+    return json_format.MessageToDict(policy, preserving_proto_field_name=True)
+
+
+def check_fit(policy: pb.PolicySpec, draft: DraftShape) -> None:
+    """Raise RefusedError unless such a policy can be captured for this draft."""
+    width, vocab, deepest = (
+        draft.target_hidden_size,
+        draft.vocab_size,
+        max(draft.aux_layer_ids, default=0),
+    )
+    for name, fits, expected in (
+        ("hidden_size", policy.hidden_size == width, f"{width}, the draft's target_hidden_size"),
+        ("vocab_size", policy.vocab_size == vocab, f"{vocab}, the draft's"),
+        ("num_hidden_layers", policy.num_hidden_layers > deepest, f"more than {deepest}"),
+    ):
+        if not fits:
+            advice = "start the trainer with a draft made for this policy"
+            raise RefusedError(f"policy.{name}", getattr(policy, name), expected, advice)
+    plain = {"logit_scale": 1.0, "logit_soft_cap": 0.0, "lm_head_bias": False}
+    for name, value in plain.items() if draft.plain_logits else ():
+        if getattr(policy, name) != value:
+            advice = 'adapt an EAGLE-3 draft for this policy (draft.kind = "eagle3")'
+            raise RefusedError(f"policy.{name}", getattr(policy, name), value, advice)
 
 
 def checked_specs(

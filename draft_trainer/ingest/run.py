@@ -3,30 +3,35 @@
 A run owns everything that is keyed by its policy versions: the matrices of each version and the
 samples. A new run starts with neither, because version 7 of one run says nothing about version 7
 of another. A trainer that was killed or stopped continues its run.
+
+A job that resumes from an older checkpoint with its run id begins a new history of the run, which
+is a new ``Run``: what the job before announced from that version on is dropped, because its
+versions are of other weights. Histories are counted, and a process that has announced a version
+names its history when it opens the run again. So a process of an earlier one, which may still run,
+is refused whether the trainer or the connection was lost meanwhile, and never turns the run back.
 """
 
 from __future__ import annotations
 
 import logging
-import math
 import threading
 import time
 import uuid
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any
-
-from google.protobuf import json_format
 
 from draft_trainer.drafters import DraftShape
 from draft_trainer.drafters.policy import PolicyHead, PolicyHeads
 from draft_trainer.ingest.policies import (
     POLICIES,
     MatrixFiles,
+    check_fit,
     checked_specs,
+    policy_fields,
+    policy_of,
     receive_matrices,
 )
 from draft_trainer.ingest.store import Drawn, SampleStore
@@ -42,43 +47,26 @@ logger = logging.getLogger(__name__)
 MAX_SESSIONS = 256
 MAX_RUN_ID_CHARACTERS = 256
 
+# Behind a run id, which is one printable line, and before the number of a later history.
+_HISTORY = "\n"
+
 # The largest of SQLite's integers.
 _MOST_VERSION = (1 << 63) - 1
 
 
-def policy_of(spec: pb.PolicySpec) -> pb.PolicySpec:
-    """Return what must not change within a run: all but the policy's name, a scale of 0 as 1.
-
-    Raises RefusedError: the scale or the cap is negative or not finite.
-    """
-    for name in ("logit_scale", "logit_soft_cap"):
-        value = getattr(spec, name)
-        if not (math.isfinite(value) and value >= 0.0):
-            advice = "send the policy's, or leave it out"
-            raise RefusedError(f"policy.{name}", value, "a finite number >= 0", advice)
-    policy = pb.PolicySpec()
-    policy.CopyFrom(spec)
-    policy.DiscardUnknownFields()
-    policy.ClearField("model_name")
-    policy.logit_scale = LogitForm.of(spec).scale
-    return policy
-
-
-def _policy_fields(policy: pb.PolicySpec) -> dict[str, Any]:
-    """Return a policy's fields as the store keeps them and refusals show them."""
-    return json_format.MessageToDict(policy, preserving_proto_field_name=True)
-
-
 class Run:
-    """One run: its policy, its known policy versions, its samples.
+    """One history of a run: its policy, its known policy versions, its samples.
 
     Args:
-        run_id: the client's.
+        key: from ``key_of_history``.
         policy: from ``policy_of``.
         store: holds its samples and policy versions, maybe from before a restart.
         max_policy_lag: samples older than the newest version by more are refused.
 
     Attributes:
+        run_id: the client's.
+        history: the number of earlier histories of this run.
+        superseded: whether a later history has begun.
         began: monotonic time at which this process began or continued it.
         first_policy_version: the version that a draft of no or another run counts as trained on;
             None before the first. A run that continues another one's checkpoint need not count
@@ -86,9 +74,12 @@ class Run:
     """
 
     def __init__(
-        self, run_id: str, policy: pb.PolicySpec, store: SampleStore, max_policy_lag: int
+        self, key: str, policy: pb.PolicySpec, store: SampleStore, max_policy_lag: int
     ) -> None:
-        self.run_id = run_id
+        self.key = key
+        self.run_id, _, history = key.partition(_HISTORY)
+        self.history = int(history or 0)
+        self.superseded = False
         self.policy = policy
         self.store = store
         self.began = time.monotonic()
@@ -103,7 +94,7 @@ class Run:
             # saved state, when a kill undid the draws.
             oldest = known[-1][0] - max_policy_lag
             known = [(version, names) for version, names in known if version >= oldest]
-            store.keep_versions(run_id, [version for version, _ in known])
+            store.keep_versions(key, [version for version, _ in known])
         for version, names in known:
             try:
                 tensors = [self._matrices.read(name) for name in names]
@@ -112,7 +103,7 @@ class Run:
                 continue
             head = PolicyHead(version, *tensors, form=LogitForm.of(policy))
             self.heads.add(head, tuple(map(bytes.fromhex, names)))
-        store.keep_versions(run_id, self.heads.versions, reason="damaged")
+        store.keep_versions(key, self.heads.versions, reason="damaged")
         self._forget_old()
 
     @property
@@ -150,17 +141,10 @@ class Run:
             if version in self.heads.versions:
                 return
             self.heads.check_newer(version)
-            raise RefusedError(
-                "lead",
-                f"policy version {version}, which no process has announced",
-                "one that the leading process has announced",
-                "ask again later",
-                StatusCode.FAILED_PRECONDITION,
-                release_pb2.REFUSAL_REASON_NOT_ANNOUNCED,
-            )
+            raise _not_announced(version)
         specs = checked_specs(header.tensors, draft, self.policy.lm_head_bias)
         digests = tuple(spec.sha256 for spec in specs.values())
-        if self._is_known(version, digests):
+        if self.knows(version, digests):
             return
         # Before the tensors are received, which may be a gigabyte.
         self.heads.check_newer(version)
@@ -169,7 +153,7 @@ class Run:
             self.add_policy(PolicyHead(version, *(tensors[name] for name in specs)))
         except RefusedError:
             # Two ranks registered it at once, and this one came second.
-            if not self._is_known(version, digests):
+            if not self.knows(version, digests):
                 raise
 
     def add_policy(self, head: PolicyHead) -> None:
@@ -185,16 +169,15 @@ class Run:
             # Written first, so that an acknowledged sample of it can be trained on after a kill.
             kept = [self._matrices.keep(*pair) for pair in zip(head.tensors, digests, strict=True)]
             names = [each.hex() for each in digests]
-            self.store.put_policy(self.run_id, head.policy_version, names)
-            if self.first_policy_version is None:
-                self.first_policy_version = head.policy_version
+            self.store.put_policy(self.key, head.policy_version, names)
+            self.first_policy_version = self.store.first_policy()
             form = LogitForm.of(self.policy)
             self.heads.add(PolicyHead(head.policy_version, *kept, form=form), digests)
             self._forget_old()
 
     def draw(self, max_tokens: int) -> Drawn:
         """See ``SampleStore.draw``."""
-        return self.store.draw(self.run_id, max_tokens)
+        return self.store.draw(self.key, max_tokens)
 
     def put_back(self, drawn: Drawn) -> None:
         """Undo a draw, except for samples whose policy version was forgotten since."""
@@ -204,17 +187,28 @@ class Run:
 
     def held_out(self, newest_versions: int | None = None) -> list[Sample]:
         """See ``SampleStore.held_out``."""
-        return self.store.held_out(self.run_id, newest_versions)
+        return self.store.held_out(self.key, newest_versions)
 
-    def _is_known(self, version: int, digests: tuple[bytes, ...]) -> bool:
-        return version in self.heads.versions and self.heads.digests(version) == digests
+    @property
+    def held_out_by_completion(self) -> bool:
+        """See ``SampleStore``."""
+        return self.store.held_out_by_completion
+
+    def knows(self, version: int, digests: Sequence[bytes]) -> bool:
+        """Return whether a version is held, with matrices of these SHA-256."""
+        return version in self.heads.versions and self.heads.digests(version) == tuple(digests)
 
     def _forget_old(self) -> None:
         known = self.heads.versions
         oldest = (known[-1] if known else 0) - self._max_policy_lag
         kept = [version for version in known if version >= oldest]
-        if self.store.keep_versions(self.run_id, kept):
+        if self.store.keep_versions(self.key, kept):
             self._matrices.keep_only({name for _, names in self.store.policies() for name in names})
+
+    def check_current(self) -> None:
+        """Raise RefusedError (FAILED_PRECONDITION) if a later history of the run has begun."""
+        if self.superseded:
+            raise _superseded(self.run_id, self.history, self.history + 1)
 
     def check_policy_version(self, version: int) -> None:
         """Raise RefusedError for a sample of an unknown or too old version."""
@@ -230,13 +224,47 @@ class Run:
             raise RefusedError("policy_version", version, expected, advice)
 
 
-@dataclass(frozen=True)
+def key_of_history(run_id: str, history: int) -> str:
+    """Return what the store knows a history of a run by: of the first one, the run id itself."""
+    return f"{run_id}{_HISTORY}{history}" if history else run_id
+
+
+def _not_announced(version: int) -> RefusedError:
+    return RefusedError(
+        "lead",
+        f"policy version {version}, which no process has announced",
+        "one that the leading process has announced",
+        "ask again later",
+        StatusCode.FAILED_PRECONDITION,
+        release_pb2.REFUSAL_REASON_NOT_ANNOUNCED,
+    )
+
+
+def _superseded(run_id: str, history: int, newest: int) -> RefusedError:
+    found = f"{history} of run {run_id!r}"
+    expected = f"{newest}, which another process has begun from an older checkpoint"
+    advice = "end this process, or give it a run_id of its own"
+    return RefusedError("history", found, expected, advice, StatusCode.FAILED_PRECONDITION)
+
+
+@dataclass(eq=False)
 class Session:
-    """One client of a run."""
+    """One client of a run.
+
+    Attributes:
+        session_id: answered to OpenRun.
+        run: the history that it feeds.
+        client: a name for logs.
+        found: the newest policy version when it was opened, of a process that had announced none
+            before; None if there was none, or if a new history has begun since.
+        joined: whether its process has announced a version of this history.
+    """
 
     session_id: str
     run: Run
     client: str
+    found: int | None = None
+    joined: bool = False
 
 
 class Runs:
@@ -273,8 +301,8 @@ class Runs:
         found = store.run
         self._run: Run | None = None
         if found is not None:
-            run_id, facts = found
-            self._run = Run(run_id, pb.PolicySpec(**facts), store, max_policy_lag)
+            key, facts = found
+            self._run = Run(key, pb.PolicySpec(**facts), store, max_policy_lag)
 
     @property
     def current(self) -> Run | None:
@@ -292,24 +320,33 @@ class Runs:
 
         Raises:
             RefusedError: the policy does not fit the draft (INVALID_ARGUMENT), differs from
-                this run's (INVALID_ARGUMENT), or another run is being fed
-                (FAILED_PRECONDITION).
+                this run's (INVALID_ARGUMENT), another run is being fed, or a later history of
+                this one has begun (FAILED_PRECONDITION).
         """
         if not 0 < (length := len(request.run_id)) <= MAX_RUN_ID_CHARACTERS:
             raise RefusedError(
                 "run_id", f"{length} characters", f"1 to {MAX_RUN_ID_CHARACTERS}", "choose an id"
             )
+        if request.history > _MOST_VERSION:
+            advice = "send what AnnouncePolicy answered"
+            raise RefusedError("history", request.history, f"at most {_MOST_VERSION}", advice)
         policy = policy_of(request.policy)
         check_fit(policy, self._draft)
         with self._begin_lock:
-            run = self._run
+            run, joined = self._run, request.HasField("history")
             if run is None or run.run_id != request.run_id:
-                run = self._begin(request.run_id, policy)
+                run = self._begin(key_of_history(request.run_id, request.history), policy)
             elif run.policy != policy:
-                expected = f"{_policy_fields(run.policy)}, run {run.run_id!r}'s"
+                expected = f"{policy_fields(run.policy)}, run {run.run_id!r}'s"
                 next_step = "open another run id"
-                raise RefusedError("policy", _policy_fields(policy), expected, next_step)
-            session = Session(uuid.uuid4().hex, run, request.client)
+                raise RefusedError("policy", policy_fields(policy), expected, next_step)
+            elif joined and request.history < run.history:
+                raise _superseded(run.run_id, request.history, run.history)
+            elif request.history > run.history:
+                # The trainer has lost its samples, and a process of an earlier history came first.
+                run = self._begin_again(request.history, 0)
+            found = None if joined else run.latest_policy_version
+            session = Session(uuid.uuid4().hex, run, request.client, found, joined)
             with self._lock:
                 self._sessions[session.session_id] = session
                 # Only idle ones: a flood of new sessions must not end those that feed the run.
@@ -317,6 +354,40 @@ class Runs:
                 for each in list(islice(idle, max(len(self._sessions) - self._max_sessions, 0))):
                     del self._sessions[each]
             return session
+
+    def announce(
+        self,
+        session: Session,
+        header: pb.AnnouncePolicyHeader,
+        chunks: Iterable[tensor_pb2.TensorChunk],
+    ) -> bool:
+        """Register a policy version, see ``Run.register_policy``; return whether a history began.
+
+        The first version of a process that is below the newest one, or is that one with other
+        matrices, is of a job that resumed from an older checkpoint.
+
+        Raises:
+            RefusedError: as ``Run.register_policy``; a later history has begun.
+        """
+        run, version, found = session.run, header.policy_version, session.found
+        run.check_current()
+        began = False
+        if not session.joined and found is not None and version <= found:
+            if not header.tensors:
+                # Its leader may be about to begin a new history.
+                if version < found:
+                    raise _not_announced(version)
+            else:
+                specs = checked_specs(header.tensors, self._draft, run.policy.lm_head_bias)
+                same = run.knows(version, [spec.sha256 for spec in specs.values()])
+                if version < found or not same:
+                    with self._begin_lock:
+                        # Unless a process of the same job did while this one waited.
+                        if began := session.run is run:
+                            self._begin_again(run.history + 1, version)
+        session.run.register_policy(self._draft, header, chunks)
+        session.joined |= bool(header.tensors) or session.found is None or version > session.found
+        return began
 
     def session(self, session_id: str) -> Session:
         """Return an open session. Raises RefusedError (FAILED_PRECONDITION) if it is not open."""
@@ -356,7 +427,33 @@ class Runs:
         self._sessions.move_to_end(session_id)
         return self._sessions[session_id]
 
-    def _begin(self, run_id: str, policy: pb.PolicySpec) -> Run:
+    def _begin_again(self, history: int, version: int) -> Run:
+        """Begin another history of the current run at a policy version; the lock is held.
+
+        Sessions whose process has announced a version are forgotten, the others go on in it: they
+        are of the job that begins it.
+        """
+        before = self._run
+        assert before is not None
+        key, facts = key_of_history(before.run_id, history), policy_fields(before.policy)
+        dropped = self._store.begin(key, facts, version)
+        # The store has dropped them, even if the new history cannot be made.
+        before.superseded, self._run = True, None
+        self._run = Run(key, before.policy, self._store, self._max_policy_lag)
+        with self._lock:
+            for session in list(self._sessions.values()):
+                if session.joined:
+                    del self._sessions[session.session_id]
+                else:
+                    session.run, session.found = self._run, None
+        logger.warning(
+            "run %r resumes at policy version %d from an older checkpoint: the versions from there "
+            "to %s are dropped with %d samples, and the process that sent them is refused",
+            *(before.run_id, version, before.latest_policy_version, dropped),
+        )
+        return self._run
+
+    def _begin(self, key: str, policy: pb.PolicySpec) -> Run:
         with self._lock:
             streams = self._open_streams.total()
             if self._run is not None and streams:
@@ -366,33 +463,11 @@ class Runs:
                     "notebook: restart the kernel); or start another draft-trainer for this run"
                 )
                 code = StatusCode.FAILED_PRECONDITION
-                raise RefusedError("run_id", run_id, expected, advice, code)
+                raise RefusedError("run_id", key.partition(_HISTORY)[0], expected, advice, code)
             # From here on the previous run's streams cannot be opened.
             self._sessions.clear()
-        self._store.begin(run_id, _policy_fields(policy))
+        self._store.begin(key, policy_fields(policy))
         # The store has dropped the previous run, even if the new one cannot be made.
         self._run = None
-        self._run = Run(run_id, policy, self._store, self._max_policy_lag)
+        self._run = Run(key, policy, self._store, self._max_policy_lag)
         return self._run
-
-
-def check_fit(policy: pb.PolicySpec, draft: DraftShape) -> None:
-    """Raise RefusedError unless such a policy can be captured for this draft."""
-    width, vocab, deepest = (
-        draft.target_hidden_size,
-        draft.vocab_size,
-        max(draft.aux_layer_ids, default=0),
-    )
-    for name, fits, expected in (
-        ("hidden_size", policy.hidden_size == width, f"{width}, the draft's target_hidden_size"),
-        ("vocab_size", policy.vocab_size == vocab, f"{vocab}, the draft's"),
-        ("num_hidden_layers", policy.num_hidden_layers > deepest, f"more than {deepest}"),
-    ):
-        if not fits:
-            advice = "start the trainer with a draft made for this policy"
-            raise RefusedError(f"policy.{name}", getattr(policy, name), expected, advice)
-    plain = {"logit_scale": 1.0, "logit_soft_cap": 0.0, "lm_head_bias": False}
-    for name, value in plain.items() if draft.plain_logits else ():
-        if getattr(policy, name) != value:
-            advice = 'adapt an EAGLE-3 draft for this policy (draft.kind = "eagle3")'
-            raise RefusedError(f"policy.{name}", getattr(policy, name), value, advice)

@@ -15,27 +15,28 @@ import json
 import logging
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from draft_trainer.config import HELD_OUT_LEAST, HELD_OUT_MOST, ReplayConfig
+from draft_trainer.config import HELD_OUT_MOST, ReplayConfig
 from draft_trainer.ingest.arena import ALIGNMENT, Arena, aligned
 from draft_trainer.ingest.database import (
     EXTENT,
     FILE,
     RESIDENT,
-    UNTRAINED,
     Database,
+    StoreCounts,
     key_of,
     repairing,
     seal_of,
     tie_of,
 )
+from draft_trainer.ingest.held_out import HeldOut
 from slipstream.errors import RefusedError, StatusCode
-from slipstream.sample import Sample, is_held_out
+from slipstream.sample import Sample
 from slipstream.tensors import Bytes, checksum_of
 from slipstream.v1 import draft_trainer_pb2 as pb
 
@@ -43,10 +44,6 @@ logger = logging.getLogger(__name__)
 
 ARENA = "arena"
 _AMONG = "number IN (SELECT value FROM json_each(?))"
-
-ENOUGH_HELD_OUT = 32
-"""The held-out prompts that suffice, of the newest two policy versions: with more, fewer prompts
-are held out from then on."""
 
 
 class Drawn(NamedTuple):
@@ -57,30 +54,11 @@ class Drawn(NamedTuple):
     samples: list[Sample]
 
 
-@dataclass(frozen=True)
-class StoreCounts:
-    """The numbers of samples and bytes that the store holds now.
-
-    Attributes:
-        pending: samples to train on that were never drawn.
-        held_out: samples that never train and feed the gate.
-        unsaved: exhausted samples that are kept until a training state contains their last draw.
-        resident: all samples.
-        nbytes: bytes of the arena in use.
-    """
-
-    pending: int
-    held_out: int
-    unsaved: int
-    resident: int
-    nbytes: int
-
-
 class SampleStore:
     """Samples and policy versions of one run at a time, bounded in bytes. Thread-safe.
 
     Samples are evicted for space: exhausted ones first, then those of the oldest policy version.
-    Whether a sample is held out of training follows from its prompt alone (``is_held_out``).
+    Whether a sample is held out of training is decided when it is accepted (``HeldOut``).
 
     Args:
         folder: owned by this process (``SampleFolder``).
@@ -168,6 +146,8 @@ class SampleStore:
         rows = [self._row(sample) for sample in samples]
         with self._db.transaction():
             new = [self._db.insert(row) for row in rows]
+            held = self._seen([one for one, fresh in zip(samples, new, strict=True) if fresh])
+        self._held = held
         for (*_, start, _, _), fresh in zip(rows, new, strict=True):
             if fresh:
                 self._arena.retain(start)
@@ -276,27 +256,40 @@ class SampleStore:
         self._count("undone", gone)
 
     @property
+    def held_out_by_completion(self) -> bool:
+        """Return whether completions are held out instead of prompts."""
+        with self._lock:
+            return self._held.by_completion
+
+    @property
     def run(self) -> tuple[str, dict[str, Any]] | None:
         """The id and facts of the current run; None before the first."""
         with self._lock:
             return self._run
 
     @repairing
-    def begin(self, run_id: str, facts: dict[str, Any]) -> None:
-        """Start another run and drop the samples and policy versions of the previous one."""
+    def begin(self, run_id: str, facts: dict[str, Any], first: int | None = None) -> int:
+        """Start another run without what the one before has left; return how many samples it had.
+
+        With ``first`` it is another history of the run, and the policy versions before that one
+        stay with their samples; the ids of those that are dropped are new again.
+        """
+        dropped, values = ("1", ()) if first is None else ("policy_version >= ?", (first,))
         with self._db.transaction():
-            gone = self._evict("1")
+            gone = self._evict(dropped, *values)
             # Remembered ids must not count for a policy version of this run.
-            self._db.execute("UPDATE samples SET tokens = 0")
-            self._db.execute("DELETE FROM draws")
-            self._db.set("policies", [])
-            self._db.set("first_policy", [])
-            self._db.set("held_out_fraction", None)
+            self._db.execute(f"UPDATE samples SET tokens = 0 WHERE {dropped}", *values)
+            self._db.set("policies", [row for row in self.policies() if row[0] < (first or 0)])
+            if first is None:
+                self._db.execute("DELETE FROM draws")
+                self._db.set("first_policy", [])
+                self._db.set("held_out_fraction", None)
             self._db.set("run", [run_id, facts])
         self._free(gone)
         self._run = (run_id, facts)
-        self._held_out_fraction = self._config.held_out_fraction or HELD_OUT_MOST
-        logger.info("run %r starts; %d samples of the previous run are dropped", run_id, len(gone))
+        self._held = self._kept()
+        logger.info("run %r starts; %d samples from before it are dropped", run_id, len(gone))
+        return len(gone)
 
     @repairing
     def put_policy(self, run_id: str, version: int, names: Sequence[str]) -> None:
@@ -305,9 +298,11 @@ class SampleStore:
         with self._db.transaction():
             self._db.set("policies", sorted([*self.policies(), (version, [*names])]))
             self._db.set("first_policy", [self.first_policy()])
-            adapts = self._config.held_out_fraction is None
-            fraction = self._hold_out_less() if adapts else self._held_out_fraction
-        self._held_out_fraction = fraction
+            held = self._held.next_version()
+            if self._config.held_out_fraction is None:
+                held = self._hold_out_less(held)
+            self._db.set("held_out_fraction", held.facts)
+        self._held = held
 
     @repairing
     def policies(self) -> list[tuple[int, list[str]]]:
@@ -340,12 +335,7 @@ class SampleStore:
     @repairing
     def counts(self) -> StoreCounts:
         """Return how much is held now."""
-        pending, held_out, unsaved, resident = self._db.execute(
-            f"SELECT total({UNTRAINED}), total(held_out), total(times_drawn >= ?), count(*) "
-            f"{RESIDENT}",
-            self._config.max_epochs,
-        ).fetchone()
-        return StoreCounts(int(pending), int(held_out), int(unsaved), resident, self._arena.used)
+        return self._db.counts(self._config.max_epochs, self._arena.used)
 
     @repairing
     def tokens_of_a_version(self) -> int:
@@ -370,7 +360,7 @@ class SampleStore:
         columns = (
             sample.policy_version,
             sample.tokens,
-            int(is_held_out(sample.group, self._held_out_fraction)),
+            int(self._held.holds(sample)),
             tie_of(self._seed, sample.sample_id),
             sample.header.SerializeToString(),
             self._arena.start_of(sample.block.data_ptr()),
@@ -388,8 +378,7 @@ class SampleStore:
         run = self._db.get("run", None)
         self._run = None if run is None else (run[0], run[1])
         self.draws = int(self._db.get("last_draw", 0))
-        kept = self._db.get("held_out_fraction", None)
-        self._held_out_fraction = self._config.held_out_fraction or kept or HELD_OUT_MOST
+        self._held = self._kept()
         with self._db.transaction():
             gone = self._evict("start + size > ?", self.capacity_bytes)
         self._count("capacity", sum(untrained for *_, untrained in gone))
@@ -410,34 +399,38 @@ class SampleStore:
         self._load()
         self._count("damaged", lost)
 
-    def _hold_out_less(self) -> float:
-        """Give prompts back to training where the newest versions hold out more than is needed.
+    def _kept(self) -> HeldOut:
+        held = HeldOut.read(self._db.get("held_out_fraction", None), HELD_OUT_MOST)
+        return replace(held, fraction=self._config.held_out_fraction or held.fraction)
 
-        Never the reverse: the gate would judge on prompts that were trained on.
+    def _seen(self, fresh: Sequence[Sample]) -> HeldOut:
+        """Count new samples of the newest policy version, in the caller's transaction."""
+        if self._held.many or not fresh:
+            return self._held
+        newest = max((version for version, _ in self.policies()), default=None)
+        held = self._held.seen(one for one in fresh if one.policy_version == newest)
+        if held != self._held:
+            self._db.set("held_out_fraction", held.facts)
+        return held
 
-        Returns:
-            The share that is held out from now on.
-        """
+    def _hold_out_less(self, before: HeldOut) -> HeldOut:
+        """Give back to training what the newest versions hold out more than is needed; return the
+        choice from now on."""
         held = []
         for number, seal, *columns in self._db.held_out(-1):
             if seal == seal_of(*columns):
                 version, *_, header, start, size = columns
                 block = torch.from_numpy(self._arena.view(start, size))
-                group = Sample(pb.VerifierStates.FromString(header), block).group
-                held.append((version, group, number, columns))
+                sample = Sample(pb.VerifierStates.FromString(header), block)
+                held.append((version, sample, number, columns))
         newest = sorted({version for version, *_ in held})[-2:]
-        prompts = len({group for version, group, *_ in held if version in newest})
-        fraction = max(self._held_out_fraction * ENOUGH_HELD_OUT / max(prompts, 1), HELD_OUT_LEAST)
-        if fraction >= self._held_out_fraction:
-            return self._held_out_fraction
-        for _, group, number, columns in held:
-            if not is_held_out(group, fraction):
+        after = before.less([sample for version, sample, *_ in held if version in newest])
+        for _, sample, number, columns in held if after != before else ():
+            if not after.holds(sample):
                 columns[2] = 0
                 query = "UPDATE samples SET held_out = 0, seal = ? WHERE number = ?"
                 self._db.execute(query, seal_of(*columns), number)
-        self._db.set("held_out_fraction", fraction)
-        logger.info("%d prompts are held out; the share is now %.0f %%", prompts, 100 * fraction)
-        return fraction
+        return after
 
     def _read(self, rows: Sequence[tuple[Any, ...]]) -> list[Sample]:
         """Return the samples of rows; damaged ones are dropped instead."""

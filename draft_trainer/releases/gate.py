@@ -2,6 +2,10 @@
 
 Both are replayed on the same held-out samples, so that the samples' own difficulty cancels. The
 interval of the paired difference is over prompts: completions of one prompt are one observation.
+Where a run has few prompts a version, completions of all prompts are held out
+(``ingest.held_out``); if these are of fewer than ``MIN_CLUSTERS`` prompts, the interval is over
+completions. It is then of these prompts alone: for others it is too narrow by what differs between
+prompts.
 
 The standard error is the jackknife over clusters ("CV3": leave one prompt out, each in turn). The
 sandwich estimator (Liang and Zeger 1986), which it equals where all clusters are of one size, is
@@ -11,7 +15,8 @@ a guide to empirical practice", 2023, section 5.
 The quantile is the greater of Student's and of the bootstrap's of the same statistic over resampled
 prompts ("bootstrap-t", Efron 1981). Differences of acceptance between two heads are skewed, more so
 the nearer the heads are: Student's alone lets a head without any gain pass up to 5.5 % of the time
-where 2.5 % is stated, on 4 to 32 prompts alike; the greater of both, about 3 %.
+where 2.5 % is stated, on 4 to 32 prompts alike; the greater of both, about 3 %. Of few clusters the
+bootstrap draws some again and again, whose spread is next to nothing, so its quantile is bounded.
 """
 
 from __future__ import annotations
@@ -30,7 +35,12 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from draft_trainer.config import ENOUGH_PROMPTS, GateSection, TrainerConfig
+from draft_trainer.config import (
+    ENOUGH_HELD_OUT,
+    ENOUGH_PROMPTS,
+    GateSection,
+    TrainerConfig,
+)
 from draft_trainer.counters import Counters
 from draft_trainer.drafters import Draft
 from draft_trainer.drafters.expected_acceptance import (
@@ -48,10 +58,13 @@ from slipstream.v1 import release_pb2
 
 logger = logging.getLogger(__name__)
 
-MIN_CLUSTERS = 4
-"""Prompts from which on older policy versions are not asked."""
+MIN_CLUSTERS = 6
+"""The clusters without which there is no interval."""
 
 RESAMPLES = 999
+
+MOST_QUANTILE = 2.0
+"""The most by which the bootstrap's quantile counts, over Student's."""
 
 PASS_TOKENS = 8192
 """Tokens of one forward pass; half of it where the device has too little memory."""
@@ -91,8 +104,8 @@ def paired_interval(
     # One prompt drawn every time has no spread: such a draw counts as far out.
     statistics = ((means - mean) / errors).nan_to_num(nan=math.inf).sort().values
     place = math.ceil((0.5 + confidence / 2) * (RESAMPLES + 1)) - 1
-    quantile = max(student(confidence, count - 1), float(statistics[min(place, RESAMPLES - 1)]))
-    return float(mean), float(error) * quantile
+    least, drawn_at = student(confidence, count - 1), float(statistics[min(place, RESAMPLES - 1)])
+    return float(mean), float(error) * min(max(least, drawn_at), MOST_QUANTILE * least)
 
 
 def _jackknife(sums: Tensor, sizes: Tensor) -> tuple[Tensor, Tensor]:
@@ -132,6 +145,7 @@ def compare(
     k: int,
     method: Method,
     pass_tokens: int = PASS_TOKENS,
+    by_completion: bool = False,
 ) -> tuple[release_pb2.Verdict, int]:
     """Gate one of ``candidates``, with the weights that are (or would be) served.
 
@@ -152,6 +166,7 @@ def compare(
         k: served draft length.
         method: how vLLM drafts.
         pass_tokens: tokens of one forward pass.
+        by_completion: whether completions are held out instead of prompts.
 
     Returns:
         The result, and which candidate it is of.
@@ -159,14 +174,17 @@ def compare(
     theirs = _estimate(incumbent, samples, policy_heads, k, method, pass_tokens)
     if theirs is None:
         return unmeasured("no held-out sample has an anchor"), 0
-    anchors, prompts = math.floor(theirs.drafts), len(set(theirs.groups))
-    needed = config.needed_anchors(prompts)
-    if anchors < needed or prompts < MIN_CLUSTERS:
+    clusters = clusters_of(theirs.groups, theirs.completions, by_completion)
+    anchors, prompts, count = math.floor(theirs.drafts), len(set(theirs.groups)), len(set(clusters))
+    needed = config.needed_anchors(count)
+    if anchors < needed or count < MIN_CLUSTERS:
+        of = f"{count} completions of {prompts}" if clusters is theirs.completions else prompts
         result = unmeasured(
-            f"{anchors} held-out anchors in {prompts} prompts, {needed} in "
-            f"{MIN_CLUSTERS} are needed"
+            f"{anchors} held-out anchors in {of} prompts, {needed} in {MIN_CLUSTERS} are needed"
         )
         result.held_out_anchors, result.held_out_prompts = anchors, prompts
+        if by_completion:
+            result.held_out_completions = len(set(theirs.completions))
         return result, 0
     # Greedily, a head of NaNs still proposes something, and is measured like any other.
     estimates: list[AcceptanceEstimate] = []
@@ -180,11 +198,11 @@ def compare(
             return unmeasured("ruined: its probabilities are not finite"), 0
         estimates.append(estimate)
     values = torch.stack([estimate.per_sequence for estimate in estimates])
-    best = surely_best(values, theirs.groups, config.confidence)
+    best = surely_best(values, clusters, config.confidence)
     ours = estimates[best]
-    gained = chosen_by_the_others(values, theirs.groups) if best else values[0]
+    gained = chosen_by_the_others(values, clusters) if best else values[0]
     paired = gained - theirs.per_sequence
-    difference, half_width = paired_interval(paired, theirs.groups, config.confidence)
+    difference, half_width = paired_interval(paired, clusters, config.confidence)
     lengths = f"{ours.acceptance_length:.3f} against {theirs.acceptance_length:.3f}"
     gain = f"{difference:+.3f} ± {half_width:.3f}"
     passed = difference - half_width > config.min_gain
@@ -203,15 +221,30 @@ def compare(
         min_gain=config.min_gain,
         anchors=anchors,
         prompts=prompts,
+        completions=count if clusters is theirs.completions else 0,
         num_speculative_tokens=k,
         draft_sample_method=method,
         passed=passed,
         candidate_acceptance_per_position=ours.accepted_per_position,
     )
+    if figures.completions:
+        which = "this prompt" if prompts == 1 else f"these {prompts} prompts"
+        reason += f"; over {count} completions of {which} alone, others may differ"
+    elif by_completion:
+        reason += f"; over {prompts} prompts, of which other completions are trained on"
     if theirs.ignored:
         reason += f"; of the distribution before {', '.join(theirs.ignored)}"
     outcome = "passed" if passed else "failed"
     return release_pb2.Verdict(outcome=outcome, reason=reason, gate=figures), best
+
+
+def clusters_of(
+    groups: Sequence[str], completions: Sequence[str], by_completion: bool
+) -> Sequence[str]:
+    """Return what the interval is over, one name a sequence: ``groups``, the prompts, or, of fewer
+    than ``MIN_CLUSTERS`` prompts whose completions are held out, ``completions``."""
+    few = by_completion and len(set(groups)) < MIN_CLUSTERS
+    return completions if few else groups
 
 
 def surely_best(values: Tensor, groups: Sequence[str], confidence: float) -> int:
@@ -251,6 +284,12 @@ def chosen_by_the_others(values: Tensor, groups: Sequence[str]) -> Tensor:
 def unmeasured(reason: str) -> release_pb2.Verdict:
     """The result where nothing could be measured."""
     return release_pb2.Verdict(outcome="not_measured", reason=reason)
+
+
+def _clusters(samples: Sequence[Sample], by_completion: bool) -> Sequence[str]:
+    """Return the cluster of each sample in an interval over them."""
+    groups, completions = [s.group for s in samples], [s.completion for s in samples]
+    return clusters_of(groups, completions, by_completion)
 
 
 def _estimate(
@@ -352,7 +391,8 @@ class Gate:
         device, drafting = self.config.training.device, self.drafting()
         held = self._held_out(run, incumbent, drafting[0])
         own = [sample for sample in held if sample.on_policy]
-        if len({sample.group for sample in own}) < MIN_CLUSTERS:
+        by_completion = run.held_out_by_completion
+        if len(set(_clusters(own, by_completion))) < MIN_CLUSTERS:
             own = held
         result, best = unmeasured(""), 0
         for samples in (own, held):
@@ -364,6 +404,7 @@ class Gate:
                 run.heads,
                 *drafting,
                 pass_tokens,
+                by_completion,
             )
             if result.outcome != "not_measured" or len(samples) == len(held):
                 if others := sum(not sample.on_policy for sample in samples):
@@ -402,14 +443,15 @@ class Gate:
         return self._incumbent
 
     def _held_out(self, run: Run, head: Draft, k: int) -> list[Sample]:
-        """Held-out samples of ``gate.max_tokens`` in all: of every prompt the newest first.
+        """Held-out samples of ``gate.max_tokens`` in all: of every cluster the newest first.
 
         Without those on which the head cannot be unrolled as far as the fleet drafts, ``k`` tokens.
 
-        Those that their teacher sampled come before all others. Prompts are what the interval
-        counts: sixteen completions of one say little more than two, and where the newest of each of
-        ``ENOUGH_PROMPTS`` are more tokens than that, they are chosen all the same.
-        Where the newest versions have too few, those before them count too.
+        Those that their teacher sampled come before all others. Clusters, mostly prompts, are what
+        the interval counts: sixteen completions of one say little more than two, and where the
+        newest of each of ``ENOUGH_PROMPTS`` are more tokens than that, they are chosen all the
+        same.
+        While the newest versions have fewer than ``ENOUGH_HELD_OUT``, those before them count too.
         """
         config, most = self.config.gate, self.config.replay.max_policy_lag + 1
         window = head.config.max_row_tokens
@@ -418,24 +460,29 @@ class Gate:
         def fits(sample: Sample) -> bool:
             return sample.policy_version in run.heads and sample.tokens <= longest
 
-        for versions in range(config.newest_versions, max(most, config.newest_versions) + 1):
-            samples = [sample for sample in run.held_out(versions) if fits(sample)]
-            prompts = len({sample.group for sample in samples})
-            enough = sum(s.tokens for s in samples) >= 2 * config.needed_anchors(prompts)
-            if enough and prompts >= ENOUGH_PROMPTS:
+        most = max(most, config.newest_versions)
+        held = [sample for sample in run.held_out(most) if fits(sample)]
+        versions = sorted({sample.policy_version for sample in held}, reverse=True)
+        for number in range(config.newest_versions, most + 1):
+            samples = [sample for sample in held if sample.policy_version in versions[:number]]
+            clusters = _clusters(samples, run.held_out_by_completion)
+            count = len(set(clusters))
+            enough = sum(s.tokens for s in samples) >= 2 * config.needed_anchors(count)
+            if enough and count >= ENOUGH_HELD_OUT:
                 break
         before: Counter[str] = Counter()
         ranked = []
-        for age, sample in enumerate(reversed(samples)):
-            ranked.append((not sample.on_policy, before[sample.group], age, sample))
-            before[sample.group] += 1
+        newest_first = reversed([*zip(samples, clusters, strict=True)])
+        for age, (sample, cluster) in enumerate(newest_first):
+            ranked.append((not sample.on_policy, before[cluster], age, cluster, sample))
+            before[cluster] += 1
         chosen: list[Sample] = []
-        groups, tokens = set[str](), 0
-        for *_, sample in sorted(ranked, key=lambda entry: entry[:3]):
+        taken, tokens = set[str](), 0
+        for *_, cluster, sample in sorted(ranked, key=lambda entry: entry[:3]):
             tokens += sample.tokens
-            enough = sample.group in groups or len(groups) >= ENOUGH_PROMPTS
+            enough = cluster in taken or len(taken) >= ENOUGH_PROMPTS
             if enough and tokens > self.config.gate.max_tokens:
                 continue
-            groups.add(sample.group)
+            taken.add(cluster)
             chosen.append(sample)
         return chosen

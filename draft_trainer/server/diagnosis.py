@@ -12,7 +12,13 @@ import re
 from collections.abc import Mapping
 from functools import partial
 
-from draft_trainer.config import ENOUGH_PROMPTS, HELD_OUT_MOST, TrainerConfig
+from draft_trainer.config import (
+    ENOUGH_HELD_OUT,
+    ENOUGH_PROMPTS,
+    FEW_PROMPTS,
+    HELD_OUT_MOST,
+    TrainerConfig,
+)
 from draft_trainer.releases.gate import MIN_CLUSTERS
 from draft_trainer.releases.rollout_client import drafts_wanted
 from slipstream.errors import clean
@@ -75,7 +81,10 @@ def _policy(status: TrainerStatus, config: TrainerConfig) -> Found:
             f"run {status.run_id} is open, and has registered no policy version",
             "run one step of the loop with bridge.sync(version) and bridge.capture()",
         )
-    return OK, f"run {status.run_id} is at policy version {status.policy_version}", ""
+    found = f"run {status.run_id} is at policy version {status.policy_version}"
+    if status.history:
+        found += f"; its job resumed from an older checkpoint {status.history} time(s)"
+    return OK, found, ""
 
 
 def _samples(since: TrainerStatus, status: TrainerStatus, config: TrainerConfig) -> Found:
@@ -109,7 +118,10 @@ def _samples(since: TrainerStatus, status: TrainerStatus, config: TrainerConfig)
         found = f"{count} of {samples} samples were dropped before they were trained on ({reason})"
         return PROBLEM, found, keys[reason]
     accepted, held = status.samples_accepted, status.samples_held_out
-    return OK, f"{accepted} accepted, {held} of those in memory held out for the gate", ""
+    found = f"{accepted} accepted, {held} of those in memory held out for the gate"
+    if status.held_out_by_completion:
+        found += f", by completion: no version has more than {FEW_PROMPTS} prompts"
+    return OK, found, ""
 
 
 def _share(config: TrainerConfig) -> float:
@@ -170,15 +182,14 @@ def _gate(status: TrainerStatus, config: TrainerConfig) -> Found:
     if result.outcome == "write_failed":
         return PROBLEM, result.reason, "free space on the disk of draft.registry"
     if result.outcome == "not_measured" and result.held_out_prompts:
-        share, gate = _share(config), config.gate
-        needed = gate.needed_anchors(result.held_out_prompts)
-        more = max(
-            needed / max(result.held_out_anchors, 1),
-            MIN_CLUSTERS / result.held_out_prompts,
-        )
+        share, gate, prompts = _share(config), config.gate, result.held_out_prompts
+        few = status.held_out_by_completion and prompts < MIN_CLUSTERS
+        clusters = result.held_out_completions if few else prompts
+        needed = gate.needed_anchors(clusters)
+        more = max(needed / max(result.held_out_anchors, 1), MIN_CLUSTERS / max(clusters, 1))
         # Fewer prompts than that are never left out for it.
         bound = f" or gate.max_tokens ({gate.max_tokens})"
-        bound = bound if result.held_out_prompts >= ENOUGH_PROMPTS else ""
+        bound = bound if clusters >= ENOUGH_PROMPTS else ""
         return (
             PROBLEM,
             result.reason,
@@ -193,6 +204,18 @@ def _gate(status: TrainerStatus, config: TrainerConfig) -> Found:
             f"wait for more prompts, raise replay.held_out_fraction "
             f"({_share(config):g}), or lower gate.min_anchors "
             f"({config.gate.needed_anchors(0)})",
+        )
+    figures = result.gate
+    clusters = figures.completions or figures.prompts
+    if figures.difference > figures.min_gain and clusters < ENOUGH_HELD_OUT:
+        return (
+            WAITING,
+            f"the newest candidate may be better than draft {result.incumbent_version}, but "
+            f"{clusters} held-out {'completions' if figures.completions else 'prompts'} do not "
+            f"decide it: {result.reason}",
+            "send more prompts per policy version, of fewer completions each; or raise "
+            f"replay.max_policy_lag ({config.replay.max_policy_lag}) or "
+            f"replay.held_out_fraction ({_share(config):g})",
         )
     return (
         WAITING,

@@ -21,7 +21,7 @@ from grpc.aio import ServicerContext
 from draft_trainer.config import ServerConfig, TrainerConfig
 from draft_trainer.drafters import DraftShape
 from draft_trainer.ingest.ingest import Ingest
-from draft_trainer.ingest.run import Run, Runs
+from draft_trainer.ingest.run import Runs, Session
 from draft_trainer.releases.imports import MAX_ORIGIN_CHARACTERS, Imports
 from draft_trainer.releases.publisher import Publisher, PublishResult
 from draft_trainer.releases.registry import Registry
@@ -163,7 +163,7 @@ class DraftTrainerService(pb_grpc.DraftTrainerServicer):
                 request_iterator,
                 credit,
                 self.ingest,
-                session.run,
+                session,
                 file,
                 inline_because=inline_because,
                 idle_seconds=limits.stream_idle_s,
@@ -182,16 +182,23 @@ class DraftTrainerService(pb_grpc.DraftTrainerServicer):
         self, request_iterator: AsyncIterator[pb.AnnouncePolicyRequest], context: ServicerContext
     ) -> pb.AnnouncePolicyResponse:
         header = header_of(await anext(request_iterator, None))
-        run = self.runs.session(header.session_id).run
+        session = self.runs.session(header.session_id)
         chunks = _chunks(self._blocking(request_iterator))
-        await self.workers.run(self._announce, run, header, chunks)
-        return pb.AnnouncePolicyResponse(policy_version=header.policy_version)
+        await self.workers.run(self._announce, session, header, chunks)
+        return pb.AnnouncePolicyResponse(
+            policy_version=header.policy_version,
+            history=session.run.history if session.joined else None,
+        )
 
     def _announce(
-        self, run: Run, header: pb.AnnouncePolicyHeader, chunks: Iterator[tensor_pb2.TensorChunk]
+        self,
+        session: Session,
+        header: pb.AnnouncePolicyHeader,
+        chunks: Iterator[tensor_pb2.TensorChunk],
     ) -> None:
-        run.register_policy(self.draft, header, chunks)
-        self.status.policy_announced(run)
+        if self.runs.announce(session, header, chunks):
+            self.status.run_resumed(session)
+        self.status.policy_announced(session.run)
 
     async def PrepareSync(
         self, request: pb.PrepareSyncRequest, context: ServicerContext

@@ -77,20 +77,20 @@ def _drafted(version: int, batches: Iterable[Batch]) -> console.Drafted:
 class PolicyClock:
     """Knows when a run's newest ``VERSIONS_KEPT`` policy versions were registered. Thread-safe."""
 
-    def __init__(self, run_id: str = "", known: int | None = None) -> None:
+    def __init__(self, key: str = "", known: int | None = None) -> None:
         self._lock = threading.Lock()
-        self._run_id = run_id
+        self._key = key
         self._seen: deque[tuple[int, float]] = deque(maxlen=VERSIONS_KEPT)
         self.newest_at: float | None = None
         """Unix time of the newest registration; None before the first to this process."""
         if known is not None:
             self._seen.append((known, time.time()))
 
-    def began(self, run_id: str) -> None:
-        """Note the run that is fed. Versions of another one are not comparable with its own."""
+    def began(self, key: str) -> None:
+        """Note the ``Run.key`` that is fed. Versions of another are not comparable with its own."""
         with self._lock:
-            if run_id != self._run_id:
-                self._run_id, self.newest_at = run_id, None
+            if key != self._key:
+                self._key, self.newest_at = key, None
                 self._seen.clear()
 
     def registered(self, version: int) -> bool:
@@ -186,7 +186,7 @@ class Status:
         self._recent = deque([pb.TrainerStatus()], maxlen=1 + LATELY_SNAPSHOTS)
         self._minute = deque[pb.TrainerStatus](maxlen=round(WINDOW_SECONDS / SNAPSHOT_SECONDS))
         self.policy_clock = (
-            PolicyClock() if run is None else PolicyClock(run.run_id, run.latest_policy_version)
+            PolicyClock() if run is None else PolicyClock(run.key, run.latest_policy_version)
         )
 
     @property
@@ -196,7 +196,7 @@ class Status:
 
     def run_opened(self, session: Session) -> None:
         """Note that a client feeds a run. One that connects again and again is noted once."""
-        self.policy_clock.began(session.run.run_id)
+        self.policy_clock.began(session.run.key)
         client = (session.run.run_id, session.client)
         if client != self._client:
             self._client = client
@@ -206,12 +206,21 @@ class Status:
                 reason=f"run {client[0]} by {client[1] or 'a client without a name'}",
             )
 
+    def run_resumed(self, session: Session) -> None:
+        """Note that a job resumed from an older checkpoint and began a new history of its run."""
+        self.events.note(
+            "run_resumed",
+            policy_version=session.run.latest_policy_version,
+            reason=f"run {session.run.run_id} resumes from an older checkpoint; this version and "
+            "later ones of the process before are dropped",
+        )
+
     def policy_announced(self, run: Run) -> None:
         """Note that a policy version was registered."""
         latest = run.latest_policy_version
         if latest is None or run is not self.runs.current:
             return
-        self.policy_clock.began(run.run_id)
+        self.policy_clock.began(run.key)
         if self.policy_clock.registered(latest):
             self.counters.policy_announcements.inc()
             self.events.note("policy_announced", policy_version=latest)
@@ -260,6 +269,8 @@ class Status:
             started_at=self.started_at,
             code_version=code_version(),
             trainer=self.state.owner,
+            history=0 if run is None else run.history,
+            held_out_by_completion=self.store.held_out_by_completion,
             # Samples.
             run_id=run_id,
             samples_accepted=samples.get("accepted", 0),

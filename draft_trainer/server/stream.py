@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from dataclasses import dataclass, field
 
 from draft_trainer.ingest.ingest import Ingest, Memories
-from draft_trainer.ingest.run import Run
+from draft_trainer.ingest.run import Session
 from slipstream.errors import RefusedError, StatusCode
 from slipstream.serving.server import Workers
 from slipstream.shm import SharedFile
@@ -66,7 +66,7 @@ class StateStream:
     requests: AsyncIterator[Framed]
     credit: int
     ingest: Ingest
-    run: Run
+    session: Session
     file: SharedFile | None
     inline_because: str
     idle_seconds: float
@@ -183,7 +183,7 @@ class StateStream:
         for arrived in batch:
             memories = Memories((*arrived.framed.ahead, arrived.framed.payload), self.file)
             samples += [(message, memories) for message in arrived.samples]
-        acks = self.ingest.take(self.run, samples)
+        acks = self.ingest.take(self.session.run, samples)
         size = sum(arrived.framed.nbytes for arrived in batch)
         nbytes = {"grpc": size}
         if self.file is not None:

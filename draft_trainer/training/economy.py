@@ -104,14 +104,14 @@ class Economy:
         self._lock = threading.Lock()
         self._engine_seconds: dict[str, float] = {}
         self._generated: dict[str, float] = {}
-        self._run_id: str | None = None
+        self._key: str | None = None
         self.begin("")
 
-    def begin(self, run_id: str) -> None:
-        """Forget all figures where another run begins."""
-        if run_id == self._run_id:
+    def begin(self, key: str) -> None:
+        """Forget all figures where another run begins, or another history of one (``Run.key``)."""
+        if key == self._key:
             return
-        self._run_id = run_id
+        self._key = key
         self.last: Decision | None = None
         # Sums over the current version.
         self._cores_before = self._cores()

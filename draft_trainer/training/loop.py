@@ -177,7 +177,9 @@ class TrainingLoop:
                 if not self._steps_since_candidate:
                     self._first_step_at = time.monotonic() - metrics.seconds
                 self._steps_since_candidate += 1
-                self._trained_against = max(self._trained_against, metrics.policy_version)
+                # A job that resumes from an older checkpoint turns the policy back.
+                before = min(self._trained_against, run.latest_policy_version or 0)
+                self._trained_against = max(before, metrics.policy_version)
                 self.states.after_step(learner, self.position)
             seconds = time.monotonic() - self._first_step_at
             enough = self._steps_since_candidate >= learner.pace.steps_per_candidate(config)
@@ -206,7 +208,7 @@ class TrainingLoop:
     def _pays(self, run: Run) -> bool:
         """Decide by the economy whether to train on what is stored for this policy version."""
         economy, version = self.economy, run.latest_policy_version
-        economy.begin(run.run_id)
+        economy.begin(run.key)
         if version is None:
             return not economy.paused
         last, decision = economy.last, economy.decide(version)

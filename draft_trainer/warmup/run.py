@@ -27,7 +27,7 @@ from rich.console import Console
 from transformers import PreTrainedModel
 
 from draft_trainer.checkpoints import read_policy
-from draft_trainer.config import HELD_OUT_MOST
+from draft_trainer.config import ENOUGH_HELD_OUT, HELD_OUT_MOST
 from draft_trainer.drafters import DRAFTERS, Draft
 from draft_trainer.files import folder_written_whole, written_whole
 from draft_trainer.local import LocalTrainer
@@ -68,8 +68,8 @@ LAG = 16
 """Policy versions whose samples a kill may bring back: those that were trained on since the last
 training state."""
 
-LEAST_HELD_OUT, ENOUGH_HELD_OUT = 0.05, 32
-"""Share of the prompts, and prompts, that are held out at least."""
+LEAST_HELD_OUT = 0.05
+"""Share of the prompts that are held out at least."""
 AGAIN = "give the same command again: it goes on with what was trained so far"
 LEFT_OUT = ("non_finite", "teacher")
 """Reasons, or fields of the trainer's refusals, for which samples may be left out; any other ends

@@ -316,6 +316,11 @@ class Sample:
         length = int(self.loss_mask.int().argmax())
         return prompt_hash(self.token_ids[:length]).hex() if length else self.sample_id
 
+    @property
+    def completion(self) -> str:
+        """The name that the windows of one completion share: their ids end in "+" and an offset."""
+        return self.sample_id.partition("+")[0]
+
     @cached_property
     def _integers(self) -> torch.Tensor:
         return self.block[: 12 * self.tokens].view(torch.int32).view(3, self.tokens)
@@ -335,11 +340,12 @@ def prompt_hash(token_ids: torch.Tensor) -> bytes:
     return hashlib.blake2b(token_ids.long().numpy().tobytes(), digest_size=16).digest()
 
 
-def is_held_out(group: str, fraction: float) -> bool:
-    """Return whether samples of this group are held out: its hash is below ``fraction``.
+def is_held_out(name: str, fraction: float) -> bool:
+    """Return whether samples of this prompt or completion are held out: its hash is below
+    ``fraction``.
 
-    It follows from the prompt alone, so a restart, a second trainer or a replayed stream never
+    It follows from the name alone, so a restart, a second trainer or a replayed stream never
     moves a sample from the held-out share into training.
     """
-    word = hashlib.blake2b(group.encode(), digest_size=8).digest()
+    word = hashlib.blake2b(name.encode(), digest_size=8).digest()
     return int.from_bytes(word, "little") < fraction * 2.0**64

@@ -16,7 +16,7 @@ from draft_trainer.server.diagnosis import OK, PROBLEM, WAITING, ProblemLog, dia
 from slipstream.v1 import release_pb2
 from slipstream.v1.console_pb2 import Diagnosis, ServerView, TrialView
 from slipstream.v1.draft_trainer_pb2 import TrainerStatus
-from slipstream.v1.release_pb2 import Verdict
+from slipstream.v1.release_pb2 import GateFigures, Verdict
 from slipstream.v1.rollout_server_pb2 import NOT_READY_REASON_ASLEEP, NotReady, ServerState
 from tests.draft_trainer.rig import make_config, rollouts, running, write_draft
 from tests.draft_trainer.synthetic import Policy
@@ -116,7 +116,8 @@ def test_problem_shares_count_recent_samples_only(part: str, went_wrong: dict[st
     assert {one.severity for one in diagnosis} == {OK}
 
 
-FEW = "124 held-out anchors in 3 prompts, 200 in 4 are needed"
+WIDE = "no real gain: 1.703 against 1.663, difference +0.040 ± 0.071"
+FEW = "124 held-out anchors in 3 prompts, 200 in 6 are needed"
 
 
 @pytest.mark.parametrize(
@@ -172,7 +173,36 @@ FEW = "124 held-out anchors in 3 prompts, 200 in 4 are needed"
                     outcome="not_measured", reason=FEW, held_out_anchors=124, held_out_prompts=3
                 )
             },
-            *("gate", PROBLEM, FEW, "set replay.held_out_fraction to 0.17 (0.1 now)"),
+            *("gate", PROBLEM, FEW, "set replay.held_out_fraction to 0.2 (0.1 now)"),
+        ),
+        (
+            {
+                "held_out_by_completion": True,
+                "last_verdict": Verdict(
+                    outcome="not_measured",
+                    reason=FEW,
+                    held_out_anchors=200,
+                    held_out_prompts=1,
+                    held_out_completions=3,
+                ),
+            },
+            *("gate", PROBLEM, FEW, "set replay.held_out_fraction to 0.2 (0.1 now)"),
+        ),
+        (
+            {
+                "last_verdict": Verdict(
+                    outcome="failed", reason=WIDE, gate=GateFigures(difference=0.04, prompts=10)
+                )
+            },
+            *("gate", WAITING, "10 held-out prompts do not decide it", "replay.max_policy_lag (4)"),
+        ),
+        (
+            {"history": 2},
+            *("policy", OK, "its job resumed from an older checkpoint 2 time(s)", ""),
+        ),
+        (
+            {"held_out_by_completion": True},
+            *("samples", OK, "by completion: no version has more than 8 prompts", ""),
         ),
         (
             {"last_verdict": Verdict(outcome="write_failed", reason="not written: full")},

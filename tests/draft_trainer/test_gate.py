@@ -36,6 +36,7 @@ pytestmark = pytest.mark.contract("gate")
 CONFIG = TrainingConfig(learning_rate=3e-3, warmup_steps=5, weight_averaging=0.0, ttt_steps=3)
 COMPLETIONS = 4
 DRAWS = 600
+FACTS: dict[str, Any] = {"run_id": "run", "held_out_by_completion": False}
 
 
 @pytest.fixture(scope="module")
@@ -110,7 +111,7 @@ def test_gate_too_few_anchors_or_nan_is_not_measured() -> None:
         assert result.outcome == "not_measured" and not result.HasField("gate")
         return result.reason
 
-    assert reason(head(0), few) == "17 held-out anchors in 2 prompts, 100 in 4 are needed"
+    assert reason(head(0), few) == "17 held-out anchors in 2 prompts, 100 in 6 are needed"
     assert "no held-out sample" in reason(head(0), [])
     ruined, partly = head(0), head(0)
     torch.nn.init.constant_(ruined.fc.weight, torch.nan)
@@ -156,10 +157,12 @@ def gate_of(
     """A gate with this incumbent, and a run with these held-out samples."""
     unused: Any = None
     made = gate.Gate(
-        make_config(tmp_path, gate=config), unused, unused, Counters(), lambda: (3, "probabilistic")
+        make_config(tmp_path, gate=config, replay={"max_policy_lag": 4}),
+        *(unused, unused, Counters()),
+        lambda: (3, "probabilistic"),
     )
     made._promoted = lambda: (0, incumbent)  # type: ignore[method-assign]
-    return made, SimpleNamespace(heads=policy.heads(), held_out=lambda _: held, run_id="run")
+    return made, SimpleNamespace(heads=policy.heads(), held_out=lambda _: held, **FACTS)
 
 
 def test_gate_after_promotion_compares_with_new_release(
@@ -209,6 +212,71 @@ def test_gate_prefers_on_policy_rollouts(
     assert "80 of 84 held-out samples were sampled by other policy versions" in few.reason
     assert judged(*older).outcome == "passed"
     assert judged(*own[:12]).outcome == "not_measured"  # of 3 prompts
+
+
+def test_gate_takes_all_versions_until_it_has_enough(
+    tmp_path: Path, trained: tuple[Policy, Eagle3Head, Eagle3Head]
+) -> None:
+    """Two held-out prompts a version, as of eight: four in the newest two, ten in all five."""
+    policy, incumbent, candidate = trained
+    by_version = {
+        version: [
+            sample.repacked(policy_version=version)
+            for sample in completions(policy, prompts, seed=version)
+        ]
+        for version, prompts in ((1, 2), (2, 2), (3, 2), (4, 2), (5, 2), (6, 20), (7, 20))
+    }
+    heads = PolicyHeads(7)
+    for version in by_version:
+        heads.add(policy.heads(version).get(version))
+
+    def judged(newest: int) -> release_pb2.GateFigures:
+        held = [one for v in range(newest - 4, newest + 1) for one in by_version.get(v, [])]
+        made, run = gate_of(tmp_path, policy, incumbent, held)
+        run.heads = heads
+        return made.judge(lambda: [candidate], run, None)[0].gate
+
+    assert judged(5).prompts == 10
+    assert judged(6).prompts == 28
+    # Enough in the newest two: older states are of policies that are served no more.
+    assert judged(7).prompts == 40
+
+
+def test_gate_of_few_prompts_is_over_their_completions(
+    tmp_path: Path, trained: tuple[Policy, Eagle3Head, Eagle3Head]
+) -> None:
+    """And says what that means: with prompts by the same name, nothing was measured for ever."""
+    policy, incumbent, candidate = trained
+
+    def judged(prompts: int, by_completion: bool, count: int = COMPLETIONS) -> release_pb2.Verdict:
+        held = [
+            one
+            for seed in range(3, 3 + count // COMPLETIONS)
+            for one in completions(policy, prompts, seed)
+        ]
+        for number, sample in enumerate(held):
+            # All repetitions are of the same prompts.
+            sample.header.prompt = bytes([number // COMPLETIONS % prompts] * 16)
+            sample.header.sample_id = f"completion-{number}"
+        made, run = gate_of(tmp_path, policy, incumbent, held)
+        run.held_out_by_completion = by_completion
+        return made.judge(lambda: [candidate], run, None)[0]
+
+    one = judged(1, True, count=32)
+    assert one.outcome == "passed" and (one.gate.prompts, one.gate.completions) == (1, 32)
+    assert "over 32 completions of this prompt alone, others may differ" in one.reason
+    four = judged(4, True, count=12)
+    assert (four.gate.prompts, four.gate.completions) == (4, 48)
+    assert "of these 4 prompts alone" in four.reason
+    # Six clusters are enough for an interval over prompts.
+    six = judged(6, True, count=12)
+    assert (six.gate.prompts, six.gate.completions) == (6, 0)
+    assert "over 6 prompts, of which other completions are trained on" in six.reason
+    for few in (judged(4, False, count=12), judged(1, False, count=32)):
+        assert few.outcome == "not_measured" and few.held_out_completions == 0
+    short = judged(1, True)
+    assert short.outcome == "not_measured"
+    assert (short.held_out_prompts, short.held_out_completions) == (1, 4)
 
 
 def test_gate_max_tokens_keeps_the_needed_prompts(
@@ -281,7 +349,7 @@ def test_gate_survives_unreadable_held_out_samples(
                 raise RefusedError("it", "disk is full", "space", "free some", reason=reason)
             return held
 
-        return SimpleNamespace(heads=policy.heads(), held_out=held_out, run_id="run")
+        return SimpleNamespace(heads=policy.heads(), held_out=held_out, **FACTS)
 
     full = run_of(release_pb2.REFUSAL_REASON_DISK)
     verdict, _ = made.judge(lambda: [candidate], full, None)
@@ -345,6 +413,10 @@ def test_paired_interval_of_known_cases() -> None:
     mean, half = paired_interval(wide, [str(i) for i in range(400)], 0.95)
     # Many symmetric clusters of one: Student's interval, but for the bootstrap's own noise.
     assert half == pytest.approx(float(wide.std()) / 20 * student(0.95, 399), rel=0.15)
+    # Four of six as good as alike: resamples of these alone have next to no spread.
+    alike = torch.tensor([1.0, 1.0 + 1e-9, 1.0, 1.0 - 1e-9, 0.7, 0.9], dtype=torch.float64)
+    mean, half = paired_interval(alike, list("abcdef"), 0.95)
+    assert half == pytest.approx(2 * float(alike.std()) / 6**0.5 * student(0.95, 5))
     for freedom, quantile in ((3, 3.1824), (6, 2.4469), (10, 2.2281), (30, 2.0423)):
         assert student(0.95, freedom) == pytest.approx(quantile, rel=0.015)
 

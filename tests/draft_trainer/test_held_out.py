@@ -156,6 +156,90 @@ def test_held_out_fraction_of_the_toml_is_kept(tmp_path: Path) -> None:
     assert len(before) > 150 and held_prompts(store, 1) == held_prompts(store, 2) == before
 
 
+def completions_of(store: SampleStore, version: int, prompts: range, count: int) -> set[str]:
+    """A policy version is registered and brings ``count`` completions of each prompt."""
+    assert store.run is not None
+    run_id, _ = store.run
+    store.put_policy(run_id, version, ["aa", "bb"])
+    names = {
+        f"v{version}-{prompt}-{number}": prompt for prompt in prompts for number in range(count)
+    }
+    for name, prompt in names.items():
+        assert store.accept(run_id, [received(store, name, version, prompt=prompt)]) == [True]
+    return set(names)
+
+
+@pytest.mark.parametrize(("prompts", "count"), [(1, 8), (4, 8), (8, 4)])
+def test_few_prompts_hold_out_completions(tmp_path: Path, prompts: int, count: int) -> None:
+    """Else the gate has one or two clusters, or training has nothing, for as long as the run."""
+    store = open_store(tmp_path, 1 << 23, held_out_fraction=None)
+    store.begin("run", {})
+    names = completions_of(store, 1, range(prompts), count)
+    assert not store.held_out_by_completion, "not known before the version ends"
+    for version in (2, 3, 4):
+        names |= completions_of(store, version, range(prompts), count)
+        assert store.held_out_by_completion
+        # The same after a restart, and for what is sent again.
+        before = {sample.sample_id for sample in store.held_out("run")}
+        store.close()
+        store = open_store(tmp_path, 1 << 23, held_out_fraction=None)
+        assert store.held_out_by_completion
+        assert {sample.sample_id for sample in store.held_out("run")} == before
+        again = received(store, f"v{version}-0-0", version, prompt=0)
+        assert store.accept("run", [again]) == [False]
+    held = store.held_out("run")
+    chosen = {sample.sample_id for sample in held}
+    drawn = set(all_drawn(store))
+    assert chosen | drawn == names and not chosen & drawn
+    later = [sample for sample in held if sample.policy_version > 1]
+    # Binomial(3 x prompts x count, 1/4): three standard deviations either way.
+    total = 3 * prompts * count
+    assert abs(len(later) - total / 4) < 3 * (total * 3 / 16) ** 0.5
+    assert len({sample.group for sample in later}) >= min(prompts, 4)
+    assert all(is_held_out(sample.completion, 0.25) for sample in later)
+
+
+def test_windows_of_a_completion_are_held_out_together(tmp_path: Path) -> None:
+    store = open_store(tmp_path, 1 << 23, held_out_fraction=None)
+    store.begin("run", {})
+    completions_of(store, 1, range(2), 8)
+    store.put_policy("run", 2, ["aa", "bb"])
+    for number in range(40):
+        for window in ("", "+16", "+32"):
+            sample = received(store, f"c{number}{window}", 2, prompt=1)
+            assert store.accept("run", [sample]) == [True]
+    windows: defaultdict[str, int] = defaultdict(int)
+    for sample in store.held_out("run"):
+        if sample.policy_version == 2:
+            windows[sample.completion] += 1
+    assert 3 <= len(windows) <= 19 and set(windows.values()) == {3}
+
+
+def test_many_prompts_hold_out_prompts_whatever_follows(tmp_path: Path) -> None:
+    """A loop sends a sample or a few of each version in a pause of training."""
+    store = open_store(tmp_path, 1 << 23, held_out_fraction=None)
+    store.begin("run", {})
+    for version in range(1, 4):
+        completions_of(store, version, range(version, version + 4), 1)
+    completions_of(store, 4, range(2), 1)
+    assert not store.held_out_by_completion, "too few samples to tell"
+    completions_of(store, 5, range(3), 8)
+    completions_of(store, 6, range(30), 2)
+    assert not store.held_out_by_completion
+    store.close()
+    store = open_store(tmp_path, 1 << 23, held_out_fraction=None)
+    for version in (7, 8, 9):
+        completions_of(store, version, range(1), 16)
+    assert not store.held_out_by_completion
+    held = {sample.sample_id: sample.group for sample in store.held_out("run")}
+    assert all(is_held_out(group, 0.25) for name, group in held.items() if name[1] in "789")
+    # Another run begins anew.
+    store.begin("another", {})
+    completions_of(store, 1, range(2), 8)
+    completions_of(store, 2, range(2), 8)
+    assert store.held_out_by_completion
+
+
 def test_tokens_of_a_version_is_the_newest_maximum(tmp_path: Path) -> None:
     store = open_store(tmp_path, 1 << 20)
     assert store.tokens_of_a_version() == 0

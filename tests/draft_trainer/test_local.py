@@ -22,7 +22,9 @@ from policy_bridge import BridgeConfig, PolicyBridge
 from slipstream.client import open_channel
 from slipstream.errors import RefusedError
 from slipstream.serving.server import serving
+from slipstream.v1 import console_pb2
 from tests.draft_trainer.rig import Client
+from tests.waiting import until
 
 NOTEBOOK = ROOT / "examples" / "notebook" / "local_trainer.ipynb"
 
@@ -56,8 +58,8 @@ def bridge_to(trainer: LocalTrainer, model: PreTrainedModel) -> PolicyBridge:
     return PolicyBridge(model, BridgeConfig(trainer.address, run_id="mine", strict=True))
 
 
-def feed(bridge: PolicyBridge, model: PreTrainedModel) -> None:
-    with bridge.sync(0):
+def feed(bridge: PolicyBridge, model: PreTrainedModel, version: int = 0) -> None:
+    with bridge.sync(version):
         pass
     ids = torch.randint(17, 27, (16, 24))
     mask = torch.arange(24).expand_as(ids) >= 6
@@ -89,6 +91,44 @@ def test_local_trainer_trains_on_bridge_and_leaves_nothing(
     with open_channel(trainer.address) as channel, pytest.raises(grpc.RpcError):
         Client(channel).status()
     trainer.close()
+
+
+def test_resumed_job_feeds_its_run_and_the_job_before_is_refused(
+    model: PreTrainedModel, draft_dir: Path, state: Path
+) -> None:
+    """Killed at version 12 and resumed at 9, with matrices that are frozen, as with adapters."""
+    # What is not trained on stays in the store.
+    with LocalTrainer(draft_dir, {"economy": {"mode": "never"}}) as trainer:
+        config = BridgeConfig(trainer.address, run_id="mine", bytes_per_step=1 << 20)
+        with PolicyBridge(model, config) as before:
+            for version in (11, 12):
+                feed(before, model, version)
+            held = trainer.status()
+            assert held.policy_version == 12 and before.stats().accepted > 0
+            with PolicyBridge(model, config) as resumed:
+                for version in (9, 10, 12):
+                    feed(resumed, model, version)
+                    status = trainer.status()
+                    assert (status.policy_version, status.history) == (version, 1)
+                stats = resumed.stats()
+                assert stats.accepted == stats.sent_samples > 0 and stats.capture_off_reason == ""
+                resident = status.samples_pending + status.samples_held_out
+                assert resident == stats.accepted, "none of the job before"
+                found = {one.part: one.found for one in status.diagnosis}["policy"]
+                assert found.endswith("resumed from an older checkpoint 1 time(s)")
+                # The job before still runs: what it sends changes nothing.
+                with before.sync(13):
+                    pass
+                until(lambda: "history" in before.stats().last_error)
+                feed(before, model, 14)
+                assert "which another process has begun" in before.stats().capture_off_reason
+                status = trainer.status()
+                assert (status.policy_version, status.history) == (12, 1)
+                assert status.samples_pending + status.samples_held_out == resident
+        with open_channel(trainer.address) as channel:
+            request = console_pb2.WatchEventsRequest(newest=100)
+            kinds = [event.kind for event in Client(channel).stub.WatchEvents(request)]
+        assert kinds.count("run_resumed") == 1
 
 
 def test_local_trainer_under_bfloat16_default_dtype(

@@ -17,7 +17,7 @@ from draft_trainer.drafters import DRAFTERS
 from draft_trainer.drafters.loss import ttt_objective, valid_targets
 from draft_trainer.drafters.mtp import Mtp, MtpConfig, MtpHead
 from draft_trainer.drafters.policy import PolicyHeads
-from draft_trainer.ingest.run import check_fit, policy_of
+from draft_trainer.ingest.policies import check_fit, policy_of
 from draft_trainer.releases.registry import Registry
 from draft_trainer.training.learner import Learner
 from slipstream.errors import RefusedError

@@ -123,7 +123,7 @@ def test_staleness_after_restart_counts_from_start(clock: Clock) -> None:
 
 def test_late_announcement_of_last_run_is_ignored() -> None:
     old, new = (
-        SimpleNamespace(run_id=name, latest_policy_version=version)
+        SimpleNamespace(key=name, latest_policy_version=version)
         for name, version in (("old", 500), ("new", 1))
     )
     noted: list[int] = []

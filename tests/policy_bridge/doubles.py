@@ -80,6 +80,8 @@ class FakeTrainer(pb_grpc.DraftTrainerServicer):
     received_bytes: int = 0
     schema_version: int = SCHEMA_VERSION
     sessions: int = 0
+    history: int = 0
+    joined: set[str] = field(default_factory=set)
     status: pb.TrainerStatus = field(default_factory=pb.TrainerStatus)
     specs: list[pb.PolicySpec] = field(default_factory=list)
     release: threading.Event = field(default_factory=threading.Event)
@@ -105,6 +107,8 @@ class FakeTrainer(pb_grpc.DraftTrainerServicer):
             abort_with(self.refuse_run, context)
         self.sessions += 1
         self.specs.append(request.policy)
+        if request.HasField("history"):
+            self.joined.add(f"s{self.sessions}")
         return pb.OpenRunResponse(
             session_id=f"s{self.sessions}",
             aux_layers=self.layers,
@@ -134,9 +138,20 @@ class FakeTrainer(pb_grpc.DraftTrainerServicer):
             if header.policy_version < max(self.tensors, default=0):
                 told = RefusedError("policy_version", "older", "a newer one", "count up")
             abort_with(told, context)
-        if (known := self.tensors.get(header.policy_version)) is not None:
-            if all(digest(known[spec.name]) == spec.sha256 for spec in header.tensors):
-                return pb.AnnouncePolicyResponse(policy_version=header.policy_version)
+        version, first = header.policy_version, header.session_id not in self.joined
+        answer = pb.AnnouncePolicyResponse(policy_version=version, history=self.history)
+        known = {} if first and version < max(self.tensors, default=-1) else self.tensors
+        if version in known and all(
+            digest(known[version][spec.name]) == spec.sha256 for spec in header.tensors
+        ):
+            self.joined.add(header.session_id)
+            return answer
+        if first and version <= max(self.tensors, default=-1):
+            with self.changed:
+                self.tensors = {v: kept for v, kept in self.tensors.items() if v < version}
+                self.history += 1
+                answer.history = self.history
+        if version in self.tensors:
             told = RefusedError("policy_version", header.policy_version, "a new one", "count up")
             abort_with(told, context)
         held = {
@@ -160,8 +175,9 @@ class FakeTrainer(pb_grpc.DraftTrainerServicer):
             self.tensors[header.policy_version] = assembler.finish()
             self.chunks_sent[header.policy_version] = sent
             self.events.append(("announced", header.policy_version))
+            self.joined.add(header.session_id)
             self.changed.notify_all()
-        return pb.AnnouncePolicyResponse(policy_version=header.policy_version)
+        return answer
 
     def StreamStates(self, requests, context):  # type: ignore[no-untyped-def]
         assert next(requests).WhichOneof("kind") == "header"

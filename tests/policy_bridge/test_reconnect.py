@@ -164,10 +164,10 @@ def test_absent_trainer_gives_null_windows_until_it_comes(
     assert len(trainer.samples) == 3
 
 
-def test_resumed_job_before_trainer_refused_below_known_version(
+def test_resumed_job_before_trainer_begins_below_known_version(
     trainer: FakeTrainer, connect: Connect
 ) -> None:
-    """Or its samples would be trained with the matrices that another job gave these versions."""
+    """Its first version is announced, so that no sample is trained with the earlier job's."""
     model, data = make_model(), batch((8,))
     with trainer.serve() as server, connect(server.address, model=model) as before:
         sync(before, 7)
@@ -175,12 +175,42 @@ def test_resumed_job_before_trainer_refused_below_known_version(
     bridge = connect(server.address, model=model, wait=False, connect_seconds=0.05, version=3)
     with trainer.serve(server.port):
         assert bridge.wait_connected(DEADLINE)
-        sync(bridge, 4)
-        ship(bridge, model, data)
-        assert "policy_version: found 4, expected > 7" in bridge.stats().capture_off_reason
-        sync(bridge, 8)
-        deliver(bridge, model, data)
-    assert [sample.policy_version for sample in trainer.samples.values()] == [8]
+        for version in (4, 5, 7):
+            sync(bridge, version)
+            deliver(bridge, model, data)
+            assert bridge.stats().capture_off_reason == ""
+    assert [sample.policy_version for sample in trainer.samples.values()] == [4, 5, 7]
+    assert trainer.history == 1 and sorted(trainer.tensors) == [4, 5, 7]
+
+
+def test_rank_that_follows_asks_before_its_first_sample(
+    trainer: FakeTrainer, connect: Connect
+) -> None:
+    """The version may be known from the job that this one resumes."""
+    model, data = make_model(), batch((8,))
+    with trainer.serve() as server, connect(server.address, model=model) as before:
+        sync(before, 7)
+        trainer.wait_for(lambda: 7 in trainer.tensors)
+        rank = connect(server.address, model=model)
+        sync(rank, 6, lead=False)
+        ship(rank, model, data)
+        trainer.wait_for(lambda: ("refused", 6) in trainer.events)
+        assert trainer.samples == {}
+
+
+def test_process_names_its_history_when_it_connects_again(
+    trainer: FakeTrainer, connect: Connect
+) -> None:
+    model = make_model()
+    trainer.history = 3
+    with trainer.serve() as server:
+        bridge = connect(server.address, model=model, version=1)
+        trainer.wait_for(lambda: 1 in trainer.tensors)
+        assert trainer.joined == {"s1"}
+        port = server.port
+    with trainer.serve(port):
+        trainer.wait_for(lambda: "s2" in trainer.joined)
+        until(lambda: bridge.stats().connected)
 
 
 def test_resumed_job_at_known_version_compares_matrices(
@@ -194,12 +224,12 @@ def test_resumed_job_at_known_version_compares_matrices(
     assert (same.stats().accepted, same.stats().announced) == (1, 1)
     with torch.no_grad():
         model.lm_head.weight.mul_(2.0)
+    assert trainer.history == 0
     other = connect(model=model, version=7)
     deliver(other, model, data)
-    assert "policy_version" in other.stats().last_error
-    # By whichever comes first, the sample or the refusal.
-    assert other.stats().shed in ({"policy_refused": 1}, {"policy_not_announced": 1})
-    assert len(trainer.samples) == 1
+    assert other.stats().last_error == "" and len(trainer.samples) == 2
+    assert trainer.history == 1
+    assert torch.equal(trainer.tensors[7]["lm_head.weight"], model.lm_head.weight[::2])
 
 
 @pytest.mark.parametrize("first", ["old", "new"])

@@ -262,6 +262,21 @@ def test_commit_made_by_cut_off_trainer_is_not_repeated(
     assert [rollout.policy_version for rollout in rollouts] == [1, 1]
 
 
+def test_resumed_job_pushes_an_older_version(
+    trainer: FakeTrainer, connect: Connect, rollouts: Rollouts
+) -> None:
+    """The servers have version 12 of the job that was killed."""
+    commit_all(trainer, rollouts)
+    trainer.rollout_servers = addresses(rollouts)
+    push(connect(model=make_model()), 12)
+    assert {rollout.policy_version for rollout in rollouts} == {12}
+    resumed = connect(model=make_model())
+    for version in (5, 12):
+        result = push(resumed, version)
+        assert result.policy_pushed and result.draft_errors == ()
+        assert {rollout.policy_version for rollout in rollouts} == {version}
+
+
 def test_same_version_with_other_weights_goes_live(
     trainer: FakeTrainer, connect: Connect, rollouts: Rollouts
 ) -> None:
