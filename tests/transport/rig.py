@@ -7,13 +7,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
 from draft_trainer.server.app import TrainerServer
+from policy_bridge import connection as bridges
 from policy_bridge.config import BridgeConfig
 from policy_bridge.connection import Connection
 from policy_bridge.outbox import Outbox
+from policy_bridge.session import Announcer
 from policy_bridge.stats import BridgeStats, Counters
 from slipstream.client import open_channel
 from slipstream.sample import TENSORS, Sample
@@ -51,6 +54,14 @@ class Sender:
         return self.counters.snapshot(connected=self.connection.connected)
 
 
+class Joined(Announcer):
+    """The announcements of a process that has announced the run's version."""
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.history = 0
+
+
 @contextmanager
 def sending(
     address: str, connected: bool = True, spec: pb.PolicySpec = SPEC, **settings: Any
@@ -66,7 +77,8 @@ def sending(
     counters = Counters()
     outbox = Outbox(config.outbox_bytes, counters)
     channel = open_channel(address)
-    connection = Connection(channel, modules, outbox, config, counters)  # type: ignore[arg-type]
+    with patch.object(bridges, "Announcer", Joined):
+        connection = Connection(channel, modules, outbox, config, counters)  # type: ignore[arg-type]
     try:
         if connected:
             assert connection.wait_connected(DEADLINE)
