@@ -15,6 +15,7 @@ import torch
 from benchmarks.publish_faults.memory_server import MemoryServer
 from draft_trainer.counters import total
 from draft_trainer.drafters.policy import PolicyHeads
+from draft_trainer.server.app import TrainerServer
 from draft_trainer.training.cores import CoreSeconds
 from draft_trainer.training.economy import Decision
 from draft_trainer.training.learner import StepMetrics
@@ -169,6 +170,16 @@ def test_another_run_begins_with_fresh_moments_and_a_warm_up(tmp_path: Path) -> 
         train(client, 2)
         learner = server.loop.learner
         assert learner.steps_since_restart == learner.steps - first
+
+
+def test_training_state_of_another_optimizer_is_refused(tmp_path: Path) -> None:
+    with feeding(make_config(tmp_path, training={"optimizer": "muon"})) as (server, client):
+        train(client, 0)
+        assert server.loop.learner.steps > 0
+    with pytest.raises(RefusedError, match=r"training state training\.optimizer: found muon"):
+        TrainerServer(make_config(tmp_path))
+    with running(make_config(tmp_path, training={"optimizer": "muon"}), train=False) as (again, _):
+        assert again.loop.learner.steps == server.loop.learner.steps
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
