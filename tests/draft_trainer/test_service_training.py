@@ -51,6 +51,8 @@ def test_trainer_trains_gates_releases_and_publishes(tmp_path: Path) -> None:
         assert status.last_verdict.reason.startswith("passed")
         assert len(status.step_acceptance) == 3
         assert all(0 < value < 1 for value in status.step_acceptance)
+        # The policy's mass on the third of its tokens that this draft cannot propose.
+        assert 0.02 < status.tokens_outside / status.tokens_trained < 0.5
         assert client.prepare(2).draft_version == version
         double.stage_policy("policy-2", 2)
         result = client.complete(2, "policy-2")
