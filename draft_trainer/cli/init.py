@@ -22,9 +22,10 @@ class Init:
     """Make a draft for a policy, or extract the policy's own MTP head.
 
     By default, makes an untrained EAGLE-3 draft that vLLM loads: sizes, lm_head and final norm are
-    the policy's, and it can propose every token, or with --rollouts the commonest ones. With --draft-kind dflash, makes an untrained
-    DFlash draft, whose embeddings and lm_head are the policy's. With mtp, extracts only the
-    policy's MTP head. Train the draft with draft-trainer warmup --draft or draft-trainer serve.
+    the policy's, and it can propose every token, or with --rollouts the commonest ones. With
+    --draft-kind dflash, makes an untrained DFlash draft, whose embeddings and lm_head are the
+    policy's. With mtp, extracts only the policy's MTP head. Train the draft with draft-trainer
+    warmup --draft or draft-trainer serve.
     """
 
     policy: Needed

@@ -13,6 +13,7 @@ from draft_trainer.config import TrainingConfig
 from draft_trainer.drafters import Draft
 
 _BETAS = (0.9, 0.95)
+_MOMENTUM = "momentum_buffer"
 _BY_ADAMW = ("embed_tokens.weight", "lm_head.weight")
 """The ends of the names of matrices whose rows are tokens: Muon is for those between layers."""
 
@@ -86,7 +87,7 @@ class DraftOptimizer:
         for name, p in self._parameters.items():
             zeros = partial(torch.zeros_like, p, memory_format=torch.preserve_format)
             if id(p) in chosen:
-                moments = {"momentum_buffer": zeros()}
+                moments = {_MOMENTUM: zeros()}
             else:
                 step = torch.zeros((), dtype=torch.float32, device=p.device)
                 moments = {"step": step, "exp_avg": zeros(), "exp_avg_sq": zeros()}
@@ -108,12 +109,13 @@ class DraftOptimizer:
         return named | {f"average.{name}": tensor for name, tensor in self._average.items()}
 
     def gradient_norm(self) -> float:
-        """Return the global Euclidean norm; a parameter that backward did not reach gets zeros."""
-        gradients = []
-        for p in self._parameters.values():
-            if p.grad is None:
+        """Return the global Euclidean norm. A parameter that backward did not reach gets zeros, but
+        for Muon's: its updates are of one size, so a matrix without a token, as an expert's, would
+        move by old momentum at the full rate."""
+        for name, p in self._parameters.items():
+            if p.grad is None and _MOMENTUM not in self._moments[name]:
                 p.grad = torch.zeros_like(p)
-            gradients.append(p.grad)
+        gradients = [p.grad for p in self._parameters.values() if p.grad is not None]
         return float(get_total_norm(gradients))
 
     @torch.no_grad()

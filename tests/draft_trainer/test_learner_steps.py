@@ -10,7 +10,7 @@ import torch
 from draft_trainer.config import TrainingConfig
 from draft_trainer.drafters.loss import step_weights
 from draft_trainer.training.learner import Learner
-from draft_trainer.training.optimizer import Schedule
+from draft_trainer.training.optimizer import DraftOptimizer, Schedule
 from slipstream.errors import RefusedError
 from tests.draft_trainer.synthetic import Policy, head
 
@@ -99,6 +99,25 @@ def test_muon_updates_matrices_between_layers_alone() -> None:
         # Newton-Schulz leaves singular values between 0.7 and 1.2; all are alike.
         values = torch.linalg.svdvals(update) / (1e-3 * 0.2 * max(update.shape) ** 0.5)
         assert 0.5 < float(values.median()) < 1.3 and float(values.max()) < 1.3, name
+
+
+def test_muon_leaves_a_matrix_without_gradient_as_it_is() -> None:
+    """As that of an expert which no token of a step went to."""
+    model = head(0)
+    optimizer = DraftOptimizer(model, CONFIG.model_copy(update={"optimizer": "muon"}))
+    for reached in (True, False):
+        optimizer.clear_gradients()
+        for p in model.parameters():
+            p.grad = torch.ones_like(p)
+        if not reached:
+            model.fc.weight.grad = model.norm.weight.grad = None
+        before = [p.detach().clone() for p in (model.fc.weight, model.norm.weight)]
+        optimizer.step(1e-2, optimizer.gradient_norm())
+        moved = [
+            float((p - b).abs().max())
+            for p, b in zip((model.fc.weight, model.norm.weight), before, strict=True)
+        ]
+        assert (moved[0] > 0.0) == reached and moved[1] > 0.0
 
 
 def test_state_of_another_optimizer_is_refused() -> None:
