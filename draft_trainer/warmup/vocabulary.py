@@ -75,7 +75,7 @@ def new_draft(
 
 
 def count_tokens(rollouts: Iterable[Rollout], vocab: int) -> Tensor:
-    """How often each token was sampled, int64 [FOLDS, vocab]; a prompt's tokens are in one fold."""
+    """Count how often each token was sampled, int64 [FOLDS, vocab]; a prompt is in one fold."""
     counts = torch.zeros(FOLDS, vocab, dtype=torch.int64)
     for one in rollouts:
         fold = sum(is_held_out(one.group, part / FOLDS) for part in range(1, FOLDS))

@@ -106,7 +106,7 @@ def test_replay_predicts_measured_acceptance(
 def test_replay_of_a_draft_with_the_norms_of_eagle_3_1(
     serve: Callable[..., Live], policy_dir: Path, tmp_path: Path
 ) -> None:
-    """As ``draft-trainer warmup`` makes it, with all three."""
+    """It has all three, and is what ``draft-trainer warmup`` makes."""
     file = write_rollouts(task, policy_dir, tmp_path / "rollouts.jsonl", 768, seed=0)
     config = configuration(tmp_path, epochs=3, threads=1, block=False)
     norms = ("norm_output", "fc_norm", "qk_norm")

@@ -102,7 +102,7 @@ def test_muon_updates_matrices_between_layers_alone() -> None:
 
 
 def test_muon_leaves_a_matrix_without_gradient_as_it_is() -> None:
-    """As that of an expert which no token of a step went to."""
+    """Such as an expert's, which no token of a step went to."""
     model = head(0)
     optimizer = DraftOptimizer(model, CONFIG.model_copy(update={"optimizer": "muon"}))
     for reached in (True, False):
