@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from draft_trainer.checkpoints import read_policy, size_of
-from draft_trainer.drafters import Draft
+from draft_trainer.drafters.eagle3.head import Eagle3Head
 from draft_trainer.drafters.initial import choose_draft_vocabulary, init_draft
 from draft_trainer.warmup.rollouts import Reading, Rollout
 from slipstream.sample import is_held_out
@@ -37,7 +37,7 @@ def new_draft(
     most_tokens: int | None,
     tell: Callable[[str], None],
     **shape: Any,
-) -> Draft:
+) -> Eagle3Head:
     """An untrained EAGLE-3 draft, as ``draft-trainer init`` makes it.
 
     Args:
@@ -63,13 +63,18 @@ def new_draft(
     size = size or smallest_size(counts)
     ids = choose_draft_vocabulary(counts.sum(0), size)
     draft = init_draft(checkpoint, ids, **shape)
-    parameters = sum(p.numel() for p in draft.parameters())
-    left_out = (vocab - size) * checkpoint.lm_head.shape[1]
+    parameters, covered = sum(p.numel() for p in draft.parameters()), coverage(counts)
+    whole = parameters + (vocab - size) * draft.lm_head.in_features
+
+    def described(tokens: int) -> str:
+        cost = (whole - (vocab - tokens) * draft.lm_head.in_features) / whole
+        return f"{tokens:,} tokens cover {covered[tokens - 1]:.2%} at {cost:.2f}"
+
+    smaller = "".join(f"; {described(size // part)}" for part in (2, 4) if size >= part)
     tell(
-        f"draft vocabulary {size:,} of {vocab:,} tokens, chosen by some prompts, covers "
-        f"{coverage(counts)[size - 1]:.2%} of other prompts' {int(counts.sum()):,} completion "
-        f"tokens; {parameters:,} parameters, {parameters / (parameters + left_out):.2f} times as "
-        "many (and as costly to train) as with all tokens"
+        f"draft vocabulary {size:,} of {vocab:,} tokens, {parameters:,} parameters. Of "
+        f"{int(counts.sum()):,} completion tokens, each of a prompt that did not choose, at the "
+        f"cost of training relative to all tokens: {described(size)}{smaller}"
     )
     return draft
 
