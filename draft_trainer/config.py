@@ -188,7 +188,8 @@ class TrainingConfig(Section):
     """[training]: the optimizer, the training-time test and the processor's share.
 
     Attributes:
-        learning_rate: AdamW's, after warm-up.
+        optimizer: AdamW; or Muon for the matrices between layers, and AdamW for the rest.
+        learning_rate: after warm-up.
         warmup_steps: steps of linear warm-up after every (re)start of the optimizer's moments. A
             fresh AdamW at full rate takes its first steps on one batch's signs, which costs a good
             draft acceptance.
@@ -219,6 +220,7 @@ class TrainingConfig(Section):
         seed: seed of the data order.
     """
 
+    optimizer: Literal["adamw", "muon"] = "adamw"
     learning_rate: Positive = 1e-3
     warmup_steps: Annotated[int, Field(ge=0)] = 20
     weight_decay: Annotated[float, Field(ge=0.0, allow_inf_nan=False)] = 0.0

@@ -114,6 +114,11 @@ class Counters:
         )
 
         self.tokens_trained = self._counter("tokens_trained", "Step-0 anchors trained on.")
+        self.tokens_outside = self._counter(
+            "tokens_outside",
+            "Of the anchors trained on, those whose next token the policy is expected to sample "
+            "outside the draft vocabulary.",
+        )
         self.train_steps = self._counter("train_steps", "Optimizer steps.")
         self.train_steps_skipped = self._counter(
             "train_steps_skipped", "Steps skipped: not finite or no anchor."
@@ -193,6 +198,7 @@ class Counters:
         *,
         samples: int,
         tokens: int,
+        tokens_outside: float,
         seconds: float,
         skipped: bool,
         loss: float | None,
@@ -206,6 +212,8 @@ class Counters:
         self.samples_trained.inc(samples)
         self.train_steps.inc()
         self.tokens_trained.inc(tokens)
+        # A full vocabulary's probabilities may sum to a little more than 1.
+        self.tokens_outside.inc(max(tokens_outside, 0.0))
         self.loss, self.step_acceptance = loss, tuple(step_acceptance)
 
     def published(self, event: str) -> None:

@@ -61,7 +61,15 @@ HELD_OUT = 160
 LEARNING_RATE = TrainingConfig().learning_rate
 
 OURS, OURS_ONCE = "slipstream", "slipstream, one pass"
-EPOCHS = {OURS: ReplayConfig().max_epochs, OURS_ONCE: 1}
+NORMS = ("norm_output", "fc_norm", "qk_norm")
+ARMS: dict[str, tuple[dict[str, Any], tuple[str, ...], int]] = {
+    OURS: ({}, (), ReplayConfig().max_epochs),
+    OURS_ONCE: ({}, (), 1),
+    "slipstream, norms of EAGLE-3.1": ({}, NORMS, ReplayConfig().max_epochs),
+    "slipstream, Muon": ({"optimizer": "muon"}, (), ReplayConfig().max_epochs),
+    "slipstream, both": ({"optimizer": "muon"}, NORMS, ReplayConfig().max_epochs),
+}
+"""[training] beside the defaults, norms of the head, and ``replay.max_epochs``."""
 VERSION_TOKENS = 4096
 """That come at once."""
 
@@ -71,6 +79,7 @@ ONLINE: dict[str, tuple[dict[str, Any], int]] = {
     "learning rate 3e-4": ({"learning_rate": 3e-4}, ReplayConfig().max_epochs),
     "weights of the last step": ({"weight_averaging": 0.0}, ReplayConfig().max_epochs),
     "target lk": ({"target": "lk"}, ReplayConfig().max_epochs),
+    "Muon": ({"optimizer": "muon"}, ReplayConfig().max_epochs),
     "8 passes over a sample": ({}, 8),
 }
 """[training] beside the defaults, and ``replay.max_epochs``."""
@@ -108,9 +117,9 @@ class Data:
         self.heads = states.heads(self.ids)
         self._held = read_states(self.held)
 
-    def start(self, seed: int) -> Eagle3Head:
+    def start(self, seed: int, norms: tuple[str, ...] = ()) -> Eagle3Head:
         """A random head."""
-        return init_draft(read_policy(self.policy), self.ids, seed=seed)
+        return init_draft(read_policy(self.policy), self.ids, norms=norms, seed=seed)
 
     def acceptance(self, head: Draft) -> float:
         """Acceptance length on held-out rollouts."""
@@ -137,11 +146,12 @@ def record(name: str, folder: Path) -> Data:
     return Data(name, *data)
 
 
-def ours(data: Data, seed: int, order: Sequence[int], epochs: int) -> list[Mark]:
-    """The trainer's own steps with its defaults, as it takes them when versions come."""
-    config = TrainingConfig(ttt_steps=TTT_STEPS, compute_dtype="bfloat16")
-    learner = Learner(data.start(seed), config)
-    served: Draft = data.start(seed)
+def ours(data: Data, seed: int, order: Sequence[int], arm: str) -> list[Mark]:
+    """The trainer's own steps, as it takes them when versions come, in one of ``ARMS``."""
+    changed, norms, epochs = ARMS[arm]
+    config = TrainingConfig(ttt_steps=TTT_STEPS, compute_dtype="bfloat16", **changed)
+    learner = Learner(data.start(seed, norms), config)
+    served: Draft = data.start(seed, norms)
     learner.restart_optimizer()
     order, gated = order[:-HELD_OUT], [data.samples[i] for i in order[-HELD_OUT:]]
     used, seconds, number, steps = 0, 0.0, 0, 0
@@ -253,8 +263,8 @@ def scratch(
     for seed in seeds:
         order = random.Random(seed).sample(range(len(data.samples)), len(data.samples))
         say(f"{data.name} from scratch, seed {seed}")
-        for arm, epochs in EPOCHS.items():
-            found.setdefault(arm, []).append(ours(data, seed, order, epochs))
+        for arm in ARMS:
+            found.setdefault(arm, []).append(ours(data, seed, order, arm))
         for arm, size in PEERS.items() if python else ():
             marks = peer(data, seed, order, size, folder, python)  # type: ignore[arg-type]
             found.setdefault(arm, []).append(marks)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from tyro.conf import arg
 
-from draft_trainer.cli.trainer import Count, Needed, at_least
+from draft_trainer.cli.trainer import Count, ExtraNorm, File, Needed, at_least
 from slipstream.errors import RefusedError
 from slipstream.hub import local_folder
 
@@ -21,9 +22,10 @@ class Init:
     """Make a draft for a policy, or extract the policy's own MTP head.
 
     By default, makes an untrained EAGLE-3 draft that vLLM loads: sizes, lm_head and final norm are
-    the policy's, and it can propose every token. With --draft-kind dflash, makes an untrained
-    DFlash draft, whose embeddings and lm_head are the policy's. With mtp, extracts only the
-    policy's MTP head. Train the draft with draft-trainer warmup --draft or draft-trainer serve.
+    the policy's, and it can propose every token, or with --rollouts the commonest ones. With
+    --draft-kind dflash, makes an untrained DFlash draft, whose embeddings and lm_head are the
+    policy's. With mtp, extracts only the policy's MTP head. Train the draft with draft-trainer
+    warmup --draft or draft-trainer serve.
     """
 
     policy: Needed
@@ -34,6 +36,13 @@ class Init:
     """The draft reads after these decoder layers (default: 2, n // 2 and n - 3 of n)."""
     intermediate_size: Count = None
     """Width of the draft's MLP; by default the policy's."""
+    rollouts: File = None
+    """eagle3: file with one {"prompt": [token ids], "completion": [token ids]} per line. The draft
+    vocabulary is the smallest multiple of 1024 that covers 99.9 % of the tokens of prompts that did
+    not choose it, and at most 32000."""
+    norms: tuple[ExtraNorm, ...] = ()
+    """eagle3: further norms, as in EAGLE-3.1: of the output that the next step takes (norm_output),
+    of each auxiliary state (fc_norm), and of queries and keys (qk_norm)."""
     seed: Annotated[int, arg(metavar="N")] = 0
     """Seed of the random weights."""
     draft_kind: Literal["eagle3", "mtp", "dflash"] = "eagle3"
@@ -61,8 +70,10 @@ class Init:
             print(f"{self.out}: {len(checkpoint.tensors)} tensors of the policy's MTP head")
             return 0
         policy = read_policy(folder)
-        made = self._dflash if self.draft_kind == "dflash" else self._eagle3
-        head, told = made(policy, layers)
+        if self.draft_kind == "dflash":
+            head, told = self._dflash(policy, layers)
+        else:
+            head, told = self._eagle3(policy, folder, layers)
         told = "; ".join(filter(None, (told, Rope.of_draft(policy.config)[1])))
         with folder_written_whole(self.out) as temporary:
             DRAFTERS[head.kind].save(temporary, head)
@@ -73,19 +84,39 @@ class Init:
         return 0
 
     def _eagle3(
-        self, policy: PolicyCheckpoint, layers: tuple[int, ...] | None
+        self, policy: PolicyCheckpoint, folder: Path, layers: tuple[int, ...] | None
     ) -> tuple[Draft, str]:
         """The draft, and its vocabulary in words."""
         from draft_trainer.drafters.initial import init_draft
 
-        head = init_draft(
-            policy,
-            None,
-            aux_layer_ids=layers,
-            intermediate_size=self.intermediate_size,
+        shape: dict[str, Any] = {
+            "aux_layer_ids": layers,
+            "intermediate_size": self.intermediate_size,
+            "norms": self.norms,
+            "seed": self.seed,
+        }
+        if self.rollouts is None:
+            head = init_draft(policy, None, **shape)
+            return head, f"draft vocabulary: all {head.config.vocab_size:,} tokens"
+        from transformers import AutoTokenizer
+
+        from draft_trainer.checkpoints import size_of
+        from draft_trainer.warmup.rollouts import Reading, RolloutFile
+        from draft_trainer.warmup.vocabulary import new_draft
+
+        file = RolloutFile(
+            self.rollouts,
+            size_of(policy.config, "vocab_size"),
+            AutoTokenizer.from_pretrained(folder),
+            temperature=1.0,
             seed=self.seed,
         )
-        return head, f"draft vocabulary: all {head.config.vocab_size:,} tokens"
+        told: list[str] = []
+        with Reading(file, 0) as reading:
+            made = new_draft(
+                folder, reading, size=None, most_tokens=None, tell=told.append, **shape
+            )
+        return made, told[-1] if told else "draft vocabulary: all tokens"
 
     def _dflash(
         self, policy: PolicyCheckpoint, layers: tuple[int, ...] | None

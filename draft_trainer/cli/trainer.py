@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import grpc
 from google.protobuf import json_format
@@ -43,6 +43,8 @@ File = Annotated[Path | None, arg(metavar="FILE", help_behavior_hint="(optional)
 Folder = Annotated[Path | None, arg(metavar="DIR", help_behavior_hint="(optional)")]
 Needed = Annotated[Path, arg(metavar="DIR")]
 Count = Annotated[int | None, arg(metavar="N", help_behavior_hint="(optional)")]
+ExtraNorm = Literal["norm_output", "fc_norm", "qk_norm"]
+"""A norm that EAGLE-3.1 adds, by its switch in ``drafters.eagle3.config.HeadConfig``."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from tyro.conf import arg
 
 from draft_trainer.cli.init import layers_of
-from draft_trainer.cli.trainer import Count, File, Folder, Needed, at_least
+from draft_trainer.cli.trainer import Count, ExtraNorm, File, Folder, Needed, at_least
 from slipstream.errors import RefusedError
 from slipstream.hub import local_folder
 
@@ -72,11 +72,14 @@ class Warmup:
     draft_kind: Literal["eagle3", "mtp", "draft_model", "dflash"] = "eagle3"
     """The draft's mechanism; others than eagle3 need --draft."""
     draft_vocab: Count = None
-    """Without --draft: size of the draft vocabulary (default 32000, or all tokens if fewer)."""
+    """Without --draft: size of the draft vocabulary; by default the smallest multiple of 1024 that
+    covers 99.9 % of the tokens of prompts that did not choose it, and at most 32000."""
     aux_layers: Annotated[str | None, arg(metavar="L,L,L", help_behavior_hint="(optional)")] = None
     """Without --draft: the draft reads after these decoder layers."""
     intermediate_size: Count = None
     """Without --draft: width of the draft's MLP; by default the policy's."""
+    norms: tuple[ExtraNorm, ...] = ()
+    """Without --draft: further norms of the draft, as draft-trainer init."""
     config: File = None
     """TOML with the trainer's sections training, replay, gate and publish (how it will draft)."""
     seed: Annotated[int, arg(metavar="N")] = 0
@@ -140,8 +143,8 @@ class Warmup:
             next_step = f"make one with draft-trainer init --draft-kind {self.draft_kind}"
             raise RefusedError("--draft", "nothing", f"a {self.draft_kind} draft", next_step)
         if self.draft is not None:
-            for name in ("draft_vocab", "aux_layers", "intermediate_size"):
-                if getattr(self, name) is not None:
+            for name in ("draft_vocab", "aux_layers", "intermediate_size", "norms"):
+                if getattr(self, name) not in (None, ()):
                     field, expected = f"--{name.replace('_', '-')}", "nothing with --draft"
                     raise RefusedError(field, getattr(self, name), expected, "leave it out")
 
@@ -236,10 +239,11 @@ class Warmup:
             reading,
             size=self.draft_vocab,
             most_tokens=self.tokens,
+            tell=tell,
             aux_layer_ids=layers,
             intermediate_size=self.intermediate_size,
+            norms=self.norms,
             seed=self.seed,
-            tell=tell,
         )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -49,6 +49,7 @@ def init_draft(
     *,
     aux_layer_ids: tuple[int, ...] | None = None,
     intermediate_size: int | None = None,
+    norms: Collection[str] = (),
     seed: int = 0,
 ) -> Eagle3Head:
     """A new EAGLE-3 head: random layer, the policy's output rows and final norm.
@@ -58,6 +59,7 @@ def init_draft(
         draft_vocab_ids: int [draft_vocab], ascending target ids; None for the full vocabulary.
         aux_layer_ids: auxiliary layers ("after L layers"); ``choose_aux_layers`` if None.
         intermediate_size: width of the MLP; the policy's if None.
+        norms: further ones, by their switches in ``HeadConfig``.
         seed: of the random weights.
 
     Returns:
@@ -74,6 +76,7 @@ def init_draft(
         draft_vocab_size=vocab if draft_vocab_ids is None else len(draft_vocab_ids),
         aux_layer_ids=aux_layers(policy.config, aux_layer_ids, first=0),
         rope=Rope.of_draft(policy.config)[0],
+        **dict.fromkeys(norms, True),
     )
     rows = policy.lm_head
     if draft_vocab_ids is not None:

@@ -110,7 +110,7 @@ class TrainerServer:
         self._open_samples(economy)
         states = LearnerStates(
             config.draft.registry,
-            states_belong_to(registry, draft),
+            states_belong_to(registry, draft, config.training.optimizer),
             config.training.state_every_steps,
             config.training.state_seconds,
             self._store.saved,
@@ -333,11 +333,14 @@ class TrainerServer:
         await self._grpc.stop(grace)
 
 
-def states_belong_to(registry: Registry, draft: DraftShape) -> dict[str, object]:
-    """Return the facts a training state must carry to be resumed: this draft's first release."""
+def states_belong_to(registry: Registry, draft: DraftShape, optimizer: str) -> dict[str, object]:
+    """Return the facts a training state must carry to be resumed: this draft's first release, and
+    whose moments it has."""
     first = registry.get(0).tensors
     total = hashlib.sha256(b"".join(spec.sha256 for spec in first))
-    return head_facts(draft) | {"initial_sha256": total.hexdigest()}
+    facts = head_facts(draft) | {"initial_sha256": total.hexdigest()}
+    # States of versions that had no other do not name it.
+    return facts if optimizer == "adamw" else facts | {"training.optimizer": optimizer}
 
 
 def _max_tokens(config: TrainerConfig, head: Draft) -> int:

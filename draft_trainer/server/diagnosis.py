@@ -38,6 +38,8 @@ Found = tuple[Diagnosis.Severity, str, str]
 """Severity, what was found, and the next step, if any."""
 
 REFUSED_SHARE = EVICTED_SHARE = 0.1
+OUTSIDE_SHARE, OUTSIDE_SAID = 0.02, 0.001
+"""Shares of the policy's tokens outside the draft vocabulary: a problem, and worth a word."""
 """The share of samples below which a run is healthy: the first of a version may come too early."""
 
 
@@ -160,8 +162,19 @@ def _training(since: TrainerStatus, status: TrainerStatus, config: TrainerConfig
         return PROBLEM, found, f"send more prompts, or lower {share}"
     if not steps:
         return WAITING, f"no optimizer step yet, {pending} samples wait for it", ""
+    tokens = status.tokens_trained - since.tokens_trained
+    outside = (status.tokens_outside - since.tokens_outside) / max(tokens, 1)
+    told = f"the policy samples {outside:.1%} of its tokens outside the draft vocabulary"
+    if outside > OUTSIDE_SHARE:
+        next_step = (
+            "make a draft with the tokens that the policy samples now (draft-trainer warmup with "
+            "recent rollouts); begin a new registry with it (draft.initial), and start the servers "
+            "with it"
+        )
+        return PROBLEM, f"{told}, where no draft is accepted", next_step
+    told = f"; {told}" if outside >= OUTSIDE_SAID else ""
     decision = f"; {status.training_decision}" if status.training_decision else ""
-    return OK, f"{steps} steps, {pending} samples wait{decision}", ""
+    return OK, f"{steps} steps, {pending} samples wait{told}{decision}", ""
 
 
 def _gate(status: TrainerStatus, config: TrainerConfig) -> Found:

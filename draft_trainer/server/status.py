@@ -290,6 +290,7 @@ class Status:
             train_steps=int(total(counters.train_steps)),
             train_steps_skipped=int(total(counters.train_steps_skipped)),
             tokens_trained=int(total(counters.tokens_trained)),
+            tokens_outside=total(counters.tokens_outside),
             train_seconds=total(counters.train_seconds),
             loss=counters.loss,
             step_acceptance=counters.step_acceptance,

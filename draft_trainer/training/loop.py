@@ -168,6 +168,7 @@ class TrainingLoop:
             self.counters.trained(
                 samples=samples,
                 tokens=metrics.anchors,
+                tokens_outside=metrics.outside_mass * metrics.anchors,
                 seconds=metrics.seconds,
                 skipped=metrics.skipped,
                 loss=metrics.loss,

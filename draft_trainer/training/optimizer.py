@@ -1,8 +1,9 @@
-"""The draft's optimizer: AdamW, a schedule, clipping, and the average of the weights."""
+"""The draft's optimizer: AdamW or Muon, a schedule, clipping, and the average of the weights."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -12,7 +13,9 @@ from draft_trainer.config import TrainingConfig
 from draft_trainer.drafters import Draft
 
 _BETAS = (0.9, 0.95)
-_MOMENTS = ("step", "exp_avg", "exp_avg_sq")
+_MOMENTUM = "momentum_buffer"
+_BY_ADAMW = ("embed_tokens.weight", "lm_head.weight")
+"""The ends of the names of matrices whose rows are tokens: Muon is for those between layers."""
 
 
 @dataclass(frozen=True)
@@ -50,25 +53,45 @@ class DraftOptimizer:
         """Reset the moments; weights and average stay."""
         config = self._config
         parameters = self._parameters.values()
-        self._adam = torch.optim.AdamW(
-            [
-                {
-                    "params": [p for p in parameters if p.ndim >= 2],
-                    "weight_decay": config.weight_decay,
-                },
-                {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
-            ],
-            lr=config.learning_rate,
-            betas=_BETAS,
-            fused=True,
-        )
-        for p in parameters:
-            # What AdamW itself makes at its first step: so every saved state has the same names.
-            self._adam.state[p] = {
-                "step": torch.zeros((), dtype=torch.float32, device=p.device),
-                "exp_avg": torch.zeros_like(p, memory_format=torch.preserve_format),
-                "exp_avg_sq": torch.zeros_like(p, memory_format=torch.preserve_format),
-            }
+        between = [
+            p
+            for name, p in self._parameters.items()
+            if config.optimizer == "muon" and p.ndim == 2 and not name.endswith(_BY_ADAMW)
+        ]
+        chosen = {id(p) for p in between}
+        rows = [p for p in parameters if p.ndim >= 2 and id(p) not in chosen]
+        vectors = [p for p in parameters if p.ndim < 2]
+        self._optimizers: list[torch.optim.Optimizer] = [
+            torch.optim.AdamW(
+                [
+                    {"params": rows, "weight_decay": config.weight_decay},
+                    {"params": vectors, "weight_decay": 0.0},
+                ],
+                lr=config.learning_rate,
+                betas=_BETAS,
+                fused=True,
+            )
+        ]
+        if between:
+            self._optimizers.append(
+                torch.optim.Muon(
+                    between,
+                    lr=config.learning_rate,
+                    weight_decay=config.weight_decay,
+                    # Updates of AdamW's size, so that one learning rate suits both.
+                    adjust_lr_fn="match_rms_adamw",
+                )
+            )
+        # What each makes itself at its first step: so every saved state has the same names.
+        self._moments: dict[str, dict[str, Tensor]] = {}
+        for name, p in self._parameters.items():
+            zeros = partial(torch.zeros_like, p, memory_format=torch.preserve_format)
+            if id(p) in chosen:
+                moments = {_MOMENTUM: zeros()}
+            else:
+                step = torch.zeros((), dtype=torch.float32, device=p.device)
+                moments = {"step": step, "exp_avg": zeros(), "exp_avg_sq": zeros()}
+            self._optimizers[id(p) in chosen].state[p] = self._moments[name] = moments
 
     @property
     def averaged(self) -> dict[str, Tensor]:
@@ -79,19 +102,20 @@ class DraftOptimizer:
     def tensors(self) -> dict[str, Tensor]:
         """Moments and average by name; not copies."""
         named = {
-            f"optimizer.{name}.{key}": self._adam.state[p][key]
-            for name, p in self._parameters.items()
-            for key in _MOMENTS
+            f"optimizer.{name}.{key}": tensor
+            for name, moments in self._moments.items()
+            for key, tensor in moments.items()
         }
         return named | {f"average.{name}": tensor for name, tensor in self._average.items()}
 
     def gradient_norm(self) -> float:
-        """Return the global Euclidean norm; a parameter that backward did not reach gets zeros."""
-        gradients = []
-        for p in self._parameters.values():
-            if p.grad is None:
+        """Return the global Euclidean norm. A parameter that backward did not reach gets zeros, but
+        for Muon's: its updates are of one size, so a matrix without a token, as an expert's, would
+        move by old momentum at the full rate."""
+        for name, p in self._parameters.items():
+            if p.grad is None and _MOMENTUM not in self._moments[name]:
                 p.grad = torch.zeros_like(p)
-            gradients.append(p.grad)
+        gradients = [p.grad for p in self._parameters.values() if p.grad is not None]
         return float(get_total_norm(gradients))
 
     @torch.no_grad()
@@ -105,9 +129,10 @@ class DraftOptimizer:
         if norm > self._config.grad_clip:
             total = torch.tensor(norm, dtype=torch.float32)
             clip_grads_with_norm_(self._parameters.values(), self._config.grad_clip, total)
-        for group in self._adam.param_groups:
-            group["lr"] = rate
-        self._adam.step()
+        for optimizer in self._optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = rate
+            optimizer.step()
         for name, average in self._average.items():
             average.lerp_(self._parameters[name], 1.0 - self._config.weight_averaging)
 

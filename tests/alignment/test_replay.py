@@ -9,15 +9,19 @@ auxiliary layer, one RoPE step) moves it by tens of per cent.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from draft_trainer.cli.main import main
 from draft_trainer.drafters import Draft
 from draft_trainer.drafters.eagle3.checkpoint import Eagle3
 from draft_trainer.drafters.expected_acceptance import Method, expected_acceptance
+from examples.arithmetic_grpo import task
+from examples.arithmetic_grpo.make_draft import configuration, write_rollouts
 from examples.arithmetic_grpo.rollouts import SpecCounters
 from examples.arithmetic_grpo.sampling import held_out_problems, prompt_ids
 from examples.arithmetic_grpo.task import MAX_COMPLETION_TOKENS
@@ -96,3 +100,20 @@ def test_replay_predicts_measured_acceptance(
     assert head.draft_vocab_ids is not None, "the demo's draft has a reduced vocabulary"
     prompts = [prompt_ids(problem) for problem in held_out_problems(ROLLOUTS)]
     assert assert_replay(server, model, head, prompts, least=2.0, method=method).drafts > 8000
+
+
+@pytest.mark.slow
+def test_replay_of_a_draft_with_the_norms_of_eagle_3_1(
+    serve: Callable[..., Live], policy_dir: Path, tmp_path: Path
+) -> None:
+    """It has all three, and is what ``draft-trainer warmup`` makes."""
+    file = write_rollouts(task, policy_dir, tmp_path / "rollouts.jsonl", 768, seed=0)
+    config = configuration(tmp_path, epochs=3, threads=1, block=False)
+    norms = ("norm_output", "fc_norm", "qk_norm")
+    given = ("--policy", policy_dir, "--rollouts", file, "--config", config, "--norms", *norms)
+    assert main(["warmup", *map(str, given), "--out", str(tmp_path / "draft")]) == 0
+    head = Eagle3().read(tmp_path / "draft").draft()
+    assert all(getattr(head.config, name) for name in norms)
+    model = AutoModelForCausalLM.from_pretrained(policy_dir, dtype=torch.float32).eval()
+    prompts = [prompt_ids(problem) for problem in held_out_problems(ROLLOUTS)]
+    assert_replay(serve(draft=tmp_path / "draft"), model, head, prompts, least=1.3)

@@ -91,6 +91,19 @@ def test_samples_dropped_at_start_are_not_accepted_ones() -> None:
     assert samples.severity == OK
 
 
+def test_tokens_outside_the_draft_vocabulary_are_named() -> None:
+    """Those of the last minute: a draft that once fitted hides nothing."""
+    told = {}
+    for outside in (0, 30, 300):
+        before = healthy(tokens_trained=1_000_000, tokens_outside=100.0)
+        status = healthy(tokens_trained=1_010_000, tokens_outside=100.0 + outside)
+        (told[outside],) = (d for d in diagnose(status, CONFIG, before) if d.part == "training")
+    assert "outside" not in told[0].found and told[0].severity == told[30].severity == OK
+    assert "samples 0.3% of its tokens outside the draft vocabulary" in told[30].found
+    assert told[300].severity == PROBLEM and "samples 3.0% of its tokens" in told[300].found
+    assert "draft-trainer warmup" in told[300].next_step
+
+
 @pytest.mark.parametrize(
     ("part", "went_wrong"),
     [

@@ -14,10 +14,15 @@ from safetensors.torch import load_file, save_file
 from draft_trainer.checkpoints import PolicyCheckpoint, read_policy
 from draft_trainer.cli.main import main
 from draft_trainer.drafters.eagle3.checkpoint import Eagle3
+from draft_trainer.drafters.eagle3.head import Eagle3Head
 from draft_trainer.drafters.initial import choose_draft_vocabulary, init_dflash, init_draft
 from draft_trainer.drafters.rope import Rope
+from draft_trainer.warmup import vocabulary
+from draft_trainer.warmup.rollouts import Rollout
+from draft_trainer.warmup.vocabulary import count_tokens, coverage, smallest_size
 from slipstream.errors import RefusedError
 from tests.draft_trainer.synthetic import VOCAB, draft_vocab_ids
+from tests.draft_trainer.warmup_rig import write_rollouts
 
 SIZES: dict[str, Any] = {
     "hidden_size": 16,
@@ -169,6 +174,79 @@ def test_draft_vocabulary_takes_most_frequent_tokens() -> None:
     for size in (0, 9):
         with pytest.raises(RefusedError, match="--draft-vocab"):
             choose_draft_vocabulary(counts, size)
+
+
+def _rollouts(prompts: int, tokens: int, vocab: int) -> list[Rollout]:
+    """One completion of each prompt; token t is drawn as often as 1 / (t + 1) says."""
+    weights = 1.0 / torch.arange(1, vocab + 1)
+    drawn = weights.multinomial(prompts * tokens, True, generator=torch.Generator().manual_seed(0))
+    rows = drawn.view(prompts, tokens).tolist()
+    return [Rollout(number, [number], row) for number, row in enumerate(rows)]
+
+
+def test_draft_vocabulary_covers_tokens_of_prompts_that_did_not_choose_it() -> None:
+    rollouts, fresh = _rollouts(600, 200, 2000), torch.zeros(9000, dtype=torch.int64)
+    counts = count_tokens(rollouts, 9000)
+    assert counts.sum() == 120_000 and all(20_000 < int(fold.sum()) < 40_000 for fold in counts)
+    size = smallest_size(counts)
+    assert size == 2048 and coverage(counts)[size - 1] > 0.999 > coverage(counts)[1023]
+    # Unlike in their own tokens, of which 1,024 would seem to cover more.
+    fresh[:2000] = 1_000_000 / torch.arange(1, 2001)
+    ids = choose_draft_vocabulary(counts.sum(0), 1024)
+    own, real = (float(c[ids].sum() / c.sum()) for c in (counts.sum(0), fresh))
+    estimate = float(coverage(counts)[1023])
+    assert own > real > estimate == pytest.approx(real, abs=4e-3)
+
+
+def test_draft_vocabulary_of_few_or_unlike_tokens_is_the_greatest() -> None:
+    vocab = 40_000
+    # Too few to tell 99.9 % from less, although none is missing.
+    few = count_tokens([Rollout(n, [n], [7] * 29) for n in range(100)], vocab)
+    assert float(coverage(few)[1023]) == 1.0 and smallest_size(few) == 32_000
+    enough = count_tokens([Rollout(n, [n], [7] * 31) for n in range(100)], vocab)
+    assert smallest_size(enough) == 1024
+    # Each prompt has a tenth of tokens of its own.
+    own = [Rollout(n, [n], [7] * 90 + [vocab - 1 - n] * 10) for n in range(100)]
+    counts = count_tokens(own, vocab)
+    assert smallest_size(counts) == 32_000
+    assert float(coverage(counts)[31_999]) == pytest.approx(0.9)
+
+
+def test_init_chooses_the_vocabulary_of_rollouts(
+    tmp_path: Path,
+    policy_dir: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(vocabulary, "MULTIPLE", 32)
+    rollouts = [([5, 9, n % 100], [n % 60] * 40) for n in range(200)]
+    file = write_rollouts(tmp_path / "rollouts.jsonl", rollouts)
+    options = ("--policy", policy_dir, "--rollouts", file, "--out", tmp_path / "draft")
+    code, out, _ = init(capsys, *options)
+    assert code == 0 and "draft vocabulary 64 of 128 tokens" in out
+    assert "Of 8,000 completion tokens" in out
+    head = Eagle3().read(tmp_path / "draft").draft()
+    assert set(range(60)) < set(head.target_ids().tolist()) and head.config.draft_vocab_size == 64
+    parameters = sum(p.numel() for p in head.parameters())
+    share = parameters / (parameters + 64 * head.config.hidden_size)
+    assert f"{parameters:,} parameters" in out
+    assert f"64 tokens cover 100.00% at {share:.2f}; 32 tokens cover " in out
+
+
+def test_init_writes_the_norms_that_are_asked_for(
+    tmp_path: Path, policy_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    norms = ("norm_output", "fc_norm", "qk_norm")
+    options = ("--policy", policy_dir, "--norms", *norms, "--out", tmp_path / "draft")
+    assert init(capsys, *options)[0] == 0
+    head = Eagle3().read(tmp_path / "draft").draft()
+    assert isinstance(head, Eagle3Head) and all(getattr(head.config, name) for name in norms)
+    added = {"midlayer.self_attn.q_norm", "midlayer.self_attn.k_norm"}
+    added |= {f"fc_norm.{number}" for number in range(3)}
+    for name in added:
+        assert bool((head.get_parameter(f"{name}.weight") == 1.0).all())
+    with pytest.raises(SystemExit):
+        main(["init", "--norms", "norm_input"])
 
 
 def test_read_policy_of_hugging_face_layouts(tmp_path: Path, policy_dir: Path) -> None:

@@ -10,7 +10,7 @@ import torch
 from draft_trainer.config import TrainingConfig
 from draft_trainer.drafters.loss import step_weights
 from draft_trainer.training.learner import Learner
-from draft_trainer.training.optimizer import Schedule
+from draft_trainer.training.optimizer import DraftOptimizer, Schedule
 from slipstream.errors import RefusedError
 from tests.draft_trainer.synthetic import Policy, head
 
@@ -75,6 +75,61 @@ def test_restart_optimizer_resets_moments_and_warm_up() -> None:
     learner.pace.begin((0.9, 0.9))
     # A third of 3e-3 by the warm-up, and half of it until a candidate was measured.
     assert learner.step(samples, policy.heads()).learning_rate == pytest.approx(0.5e-3)
+
+
+def test_muon_updates_matrices_between_layers_alone() -> None:
+    """Orthogonal updates of AdamW's size there; lm_head and norms move as with AdamW."""
+    policy = Policy()
+    samples = policy.samples(6)
+    before = {name: p.detach().clone() for name, p in head(0).named_parameters()}
+    moved = {}
+    for optimizer in ("adamw", "muon"):
+        changed = {"optimizer": optimizer, "warmup_steps": 0, "learning_rate": 1e-3}
+        learner = Learner(head(0), CONFIG.model_copy(update=changed))
+        learner.pace.begin((0.9, 0.9))
+        learner.step(samples, policy.heads())
+        moved[optimizer] = {n: p.detach() - before[n] for n, p in learner.head.named_parameters()}
+        names = {name.split(".", 1)[1] for name in learner.state_dict() if "momentum" in name}
+    matrices = {name for name, p in before.items() if p.ndim == 2 and name != "lm_head.weight"}
+    assert names == {f"{name}.momentum_buffer" for name in matrices} and len(names) == 8
+    for name, update in moved["muon"].items():
+        if name not in matrices:
+            assert torch.equal(update, moved["adamw"][name])
+            continue
+        # Newton-Schulz leaves singular values between 0.7 and 1.2; all are alike.
+        values = torch.linalg.svdvals(update) / (1e-3 * 0.2 * max(update.shape) ** 0.5)
+        assert 0.5 < float(values.median()) < 1.3 and float(values.max()) < 1.3, name
+
+
+def test_muon_leaves_a_matrix_without_gradient_as_it_is() -> None:
+    """Such as an expert's, which no token of a step went to."""
+    model = head(0)
+    optimizer = DraftOptimizer(model, CONFIG.model_copy(update={"optimizer": "muon"}))
+    for reached in (True, False):
+        optimizer.clear_gradients()
+        for p in model.parameters():
+            p.grad = torch.ones_like(p)
+        if not reached:
+            model.fc.weight.grad = model.norm.weight.grad = None
+        before = [p.detach().clone() for p in (model.fc.weight, model.norm.weight)]
+        optimizer.step(1e-2, optimizer.gradient_norm())
+        moved = [
+            float((p - b).abs().max())
+            for p, b in zip((model.fc.weight, model.norm.weight), before, strict=True)
+        ]
+        assert (moved[0] > 0.0) == reached and moved[1] > 0.0
+
+
+def test_state_of_another_optimizer_is_refused() -> None:
+    policy = Policy()
+    adamw, muon = (
+        Learner(head(0), CONFIG.model_copy(update={"optimizer": optimizer}))
+        for optimizer in ("adamw", "muon")
+    )
+    muon.step(policy.samples(6), policy.heads())
+    for one, other in ((adamw, muon), (muon, adamw)):
+        with pytest.raises(RefusedError, match=r"optimizer\.fc\.weight"):
+            one.load_state_dict(other.state_dict())
 
 
 def test_step_without_valid_anchor_changes_nothing() -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.draft_trainer.training_process import HEADS, train_here
+from tests.draft_trainer.training_process import HEADS, MUON, train_here
 
 pytestmark = pytest.mark.contract("exactly once")
 
@@ -37,7 +37,7 @@ def _last_state(folder: Path) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize(
     "kind",
-    [pytest.param(k, marks=[] if k == "eagle3" else pytest.mark.slow) for k in HEADS],
+    [pytest.param(k, marks=[] if k == "eagle3" else pytest.mark.slow) for k in (*HEADS, MUON)],
 )
 def test_training_killed_at_any_instant_ends_bit_equal(kind: str, tmp_path: Path) -> None:
     """Before a state has its name, before an old one goes, and at random.

@@ -15,6 +15,7 @@ import torch
 from benchmarks.publish_faults.memory_server import MemoryServer
 from draft_trainer.counters import total
 from draft_trainer.drafters.policy import PolicyHeads
+from draft_trainer.server.app import TrainerServer
 from draft_trainer.training.cores import CoreSeconds
 from draft_trainer.training.economy import Decision
 from draft_trainer.training.learner import StepMetrics
@@ -50,6 +51,8 @@ def test_trainer_trains_gates_releases_and_publishes(tmp_path: Path) -> None:
         assert status.last_verdict.reason.startswith("passed")
         assert len(status.step_acceptance) == 3
         assert all(0 < value < 1 for value in status.step_acceptance)
+        # The policy's mass on the third of its tokens that this draft cannot propose.
+        assert 0.02 < status.tokens_outside / status.tokens_trained < 0.5
         assert client.prepare(2).draft_version == version
         double.stage_policy("policy-2", 2)
         result = client.complete(2, "policy-2")
@@ -169,6 +172,16 @@ def test_another_run_begins_with_fresh_moments_and_a_warm_up(tmp_path: Path) -> 
         train(client, 2)
         learner = server.loop.learner
         assert learner.steps_since_restart == learner.steps - first
+
+
+def test_training_state_of_another_optimizer_is_refused(tmp_path: Path) -> None:
+    with feeding(make_config(tmp_path, training={"optimizer": "muon"})) as (server, client):
+        train(client, 0)
+        assert server.loop.learner.steps > 0
+    with pytest.raises(RefusedError, match=r"training state training\.optimizer: found muon"):
+        TrainerServer(make_config(tmp_path))
+    with running(make_config(tmp_path, training={"optimizer": "muon"}), train=False) as (again, _):
+        assert again.loop.learner.steps == server.loop.learner.steps
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")

@@ -35,13 +35,16 @@ HEADS: dict[str, Callable[[int], Draft]] = {
 }
 """The heads of a seed, by mechanism."""
 
+MUON = "eagle3 by Muon"
+"""A kind of training beside one for each of ``HEADS``, whose optimizer is AdamW."""
+
 
 def main() -> None:
     """Command line entry."""
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=Path)
     parser.add_argument("--epochs", type=int, default=3)
-    parser.add_argument("--kind", choices=HEADS, default="eagle3")
+    parser.add_argument("--kind", choices=(*HEADS, MUON), default="eagle3")
     parser.add_argument("--die-at", default="")
     parser.add_argument("--die-after", type=float)
     options = parser.parse_args()
@@ -64,10 +67,11 @@ def train_here(folder: Path, epochs: int, kind: str = "eagle3") -> None:
 def train(folder: Path, epochs: int, kind: str, die_after: float | None = None) -> None:
     """Train from the newest state to the end of the last epoch."""
     samples = Policy(0, 4.0).samples(32)
-    head = HEADS[kind](0)
+    head = HEADS["eagle3" if kind == MUON else kind](0)
     heads = Policy(0, 4.0).heads(rows=head.target_ids())
     steps = steps_of([sample.tokens for sample in samples], epochs)
-    learner = Learner(head, CONFIG)
+    optimizer = "muon" if kind == MUON else "adamw"
+    learner = Learner(head, CONFIG.model_copy(update={"optimizer": optimizer}))
     # Not the test kills it: a test that is held up would find that the training has ended.
     dying = threading.Timer(die_after or 0.0, os.kill, (os.getpid(), signal.SIGKILL))
     store = StateStore(folder / "states", head_facts(head.config))
