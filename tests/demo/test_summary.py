@@ -47,6 +47,7 @@ def arm(name: str, accepted: int, failed: int = 0) -> ArmRecord:
         style_share=0.5,
         surprise=4.0 if name == FROZEN else 0.0,
         surprise_variance=8.0,
+        entropy=40.0,
         draft_version=None if name == OFF else 1,
     )
 
