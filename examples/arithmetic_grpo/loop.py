@@ -48,7 +48,7 @@ class Scored:
 
 
 class LoopTask(Protocol):
-    """What a loop asks of its task.
+    """A task as a loop asks for it.
 
     Attributes:
         pad_id: token that fills rows up.

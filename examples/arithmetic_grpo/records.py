@@ -92,7 +92,7 @@ class RunRecord:
 
     settings: dict[str, object]
     style: str = "ornate lines"
-    """What ``style_share`` is the share of."""
+    """The name of what ``style_share`` counts."""
     steps: list[StepRecord] = field(default_factory=list)
     swaps: list[SwapRecord] = field(default_factory=list)
     speed: dict[str, dict[str, list[float]]] = field(default_factory=dict)

@@ -220,7 +220,7 @@ class _Run:
             save_file(optimizer.tensors(), path, metadata={"run": json.dumps(document)})
 
     def _kept(self) -> dict[str, torch.Tensor]:
-        """What an interrupted run left, its records taken over; nothing where there is none."""
+        """The state of an interrupted run, whose records are taken over; empty if there is none."""
         if not self._state.exists():
             return {}
         with safe_open(self._state, "pt") as file:

@@ -140,5 +140,5 @@ def test_summary_and_report_have_every_target(run: RunRecord, tmp_path: Path) ->
     loop = document["figures"]["speed_in_the_loop"]
     assert (loop["requests"], loop[ADAPTED]["median"]) == (8, 1.0)
     page = (tmp_path / "report.html").read_text()
-    assert page.count("<img ") == 6
+    assert page.count("<img ") == 7
     assert "http" not in page.replace("http-equiv", ""), "the page must be self-contained"
