@@ -196,11 +196,11 @@ class _Run:
                 first_step=len(record.steps),
                 keep=partial(self._keep, rollouts, optimizer),
             )
+            loop.swaps = record.swaps  # of earlier processes too
             loop.announce_initial_policy()
             for index in range(len(record.steps), options.steps):
                 services.check()
                 table.show(loop.step(index))
-            record.swaps = loop.swaps
             record.bridge = {key: str(value) for key, value in vars(bridge.stats()).items()}
             held_out = Tasks(tokenizer, "held-out")
             prompts = [held_out.prompt_ids(held_out.problem()) for _ in range(GREEDY_PROMPTS)]
