@@ -22,6 +22,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import grpc
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
@@ -147,7 +148,11 @@ class _Run:
             print(f"ready after {time.perf_counter() - self._began:.0f} s\n", flush=True)
             rollouts = RolloutClient(server, trainer.health)
             try:
-                self._train(policy, kept, rollouts, services)
+                try:
+                    self._train(policy, kept, rollouts, services)
+                except (grpc.RpcError, RuntimeError):
+                    services.check()  # the log of a service that ended says why
+                    raise
                 seconds, peak = trainer.usage()
                 self._record.cost |= {
                     "trainer_cpu_seconds": seconds,
