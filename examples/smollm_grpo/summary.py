@@ -36,8 +36,9 @@ from examples.arithmetic_grpo.summary import (
 )
 from examples.figures import Target, machine
 
-GATE_VERSIONS = 2
-"""Policy versions from a release's first on in which counters stand beside the gate's estimate."""
+GATE_VERSIONS = 4
+"""Policy versions from a release's first on in which counters stand beside the gate's estimate: as
+many as the gate judges by."""
 NEAR_TIE = 0.25
 """Logits of 16 to 32 are multiples of 0.125 in bfloat16: two steps."""
 _RESAMPLES = 2000
@@ -183,11 +184,11 @@ def targets_of(run: RunRecord) -> list[Target]:
             ratio, low, high = figures["ratio"]
             name = f"adapted acceptance length over frozen, {name}: {ratio:.3f}, 95 %"
             targets.append(Target.at_least(f"{name} from {low:.3f} to", high, 1.0))
+    # Too few drafts of a release say neither that the estimate is right nor that it is wrong.
     decided = [one for one in gate_against_counters(run) if one["half_width"] <= 0.03]
-    within = [abs(one["error"]) <= 0.03 for one in decided]
-    share = statistics.fmean(within) if within else None
-    name = f"releases whose gate estimate is within 3 % of the counters ({len(within)} decided)"
-    targets.append(Target.at_least(name, share, 0.9))
+    if within := [abs(one["error"]) <= 0.03 for one in decided]:
+        name = f"share of {len(within)} releases whose gate estimate is within 3 % of the counters"
+        targets.append(Target.at_least(name, statistics.fmean(within), 0.9))
     for arm in ARMS:
         if arm != OFF:
             name = f"losslessness: |z| of {arm} against no speculation"

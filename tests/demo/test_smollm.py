@@ -202,8 +202,8 @@ def test_gate_stands_beside_counters_of_first_versions(run: RunRecord) -> None:
     (one,) = summary.gate_against_counters(run)
     assert (one["draft_version"], one["policy_version"], one["counters"]) == (1, 3, 2.2)
     assert one["error"] == pytest.approx(0.05)
-    # Accepted tokens of a draft are 0 to 3, with tails 0.6, 0.4 and 0.2: variance 1.36; 200 drafts.
-    assert one["half_width"] == pytest.approx(1.96 * math.sqrt(1.36 / 200) / 2.2)
+    # Accepted tokens of a draft are 0 to 3, with tails 0.6, 0.4 and 0.2: variance 1.36; 300 drafts.
+    assert one["half_width"] == pytest.approx(1.96 * math.sqrt(1.36 / 300) / 2.2)
 
 
 def test_ratio_has_interval_over_steps(run: RunRecord) -> None:
