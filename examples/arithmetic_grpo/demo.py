@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from draft_trainer.training.cores import core_seconds
 from examples.arithmetic_grpo.live_table import LiveTable
-from examples.arithmetic_grpo.loop import GrpoLoop, LoopSettings
+from examples.arithmetic_grpo.loop import ArithmeticTask, GrpoLoop, LoopSettings
 from examples.arithmetic_grpo.make_mtp import policy_with_mtp
 from examples.arithmetic_grpo.processes import Service, ServiceError, Services, free_port
 from examples.arithmetic_grpo.records import ADAPTED, FROZEN, MIXED, NGRAM, OFF, RunRecord
@@ -171,7 +171,7 @@ def _train(
         steps=options.steps,
     )
     with bridge, served(bridge, bridge_port):
-        loop = GrpoLoop(model, bridge, rollouts, settings, seed)
+        loop = GrpoLoop(model, bridge, rollouts, settings, ArithmeticTask(seed))
         loop.announce_initial_policy()
         for index in range(options.steps):
             services.check()

@@ -13,7 +13,7 @@ _COLUMNS = (
     ("alpha frozen", 13),
     ("alpha adapted", 14),
     ("reward", 7),
-    ("ornate", 7),
+    ("style", 7),
     ("correct", 8),
     ("tok/s off", 10),
     ("frozen", 7),

@@ -23,6 +23,7 @@ class ArmRecord:
         surprise, surprise_variance: sum over the sampled tokens of log p(x) + H(p), and the sum of
             its variances, under the policy's own log-prob forward. The sum has mean 0 when tokens
             are drawn from the policy, whatever proposed them.
+        entropy: sum over the sampled tokens of H(p), in nats.
         draft_version: release that drafted (the newest of those that did).
     """
 
@@ -39,6 +40,7 @@ class ArmRecord:
     style_share: float
     surprise: float
     surprise_variance: float
+    entropy: float
     draft_version: int | None
 
     @property
@@ -89,6 +91,8 @@ class RunRecord:
     """Everything of one run."""
 
     settings: dict[str, object]
+    style: str = "ornate lines"
+    """The name of what ``style_share`` counts."""
     steps: list[StepRecord] = field(default_factory=list)
     swaps: list[SwapRecord] = field(default_factory=list)
     speed: dict[str, dict[str, list[float]]] = field(default_factory=dict)

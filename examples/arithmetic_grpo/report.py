@@ -16,9 +16,19 @@ import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from examples.arithmetic_grpo.records import ADAPTED, ARMS, FROZEN, MIXED, NGRAM, OFF, RunRecord
+from examples.arithmetic_grpo.records import (
+    ADAPTED,
+    ARMS,
+    FROZEN,
+    MIXED,
+    NGRAM,
+    OFF,
+    RunRecord,
+    StepRecord,
+)
 from examples.arithmetic_grpo.summary import (
     END_STEPS,
+    entropy,
     followed_in,
     pooled_positions,
     speed_ratios,
@@ -76,6 +86,11 @@ def write_report(run: RunRecord, targets: Sequence[Target], path: Path) -> None:
             reward_figure(run),
         ),
         (
+            "Entropy",
+            "The policy's entropy at temperature 1, in nats per sampled token of all arms.",
+            entropy_figure(run),
+        ),
+        (
             "Where a step's time goes",
             "Policy process by phase; the line is the time that the sidecar trained meanwhile in "
             "its own process. Generation holds all four arms.",
@@ -119,9 +134,9 @@ def acceptance_figure(run: RunRecord) -> Figure:
         for step in run.steps
     ]
     other = axes.twinx()
-    other.plot(x, style, color="#27ae60", linestyle=":", label="ornate lines of the policy")
+    other.plot(x, style, color="#27ae60", linestyle=":", label=f"{run.style} of the policy")
     other.set_ylim(0, 1)
-    other.set_ylabel("share of ornate lines")
+    other.set_ylabel(f"share of {run.style}")
     previous = None
     for step in run.steps:
         if previous is not None and step.draft_version != previous:
@@ -189,6 +204,14 @@ def reward_figure(run: RunRecord) -> Figure:
     return figure
 
 
+def entropy_figure(run: RunRecord) -> Figure:
+    """Mean entropy per sampled token and step."""
+    figure, axes = _axes("GRPO step", "nats per token")
+    axes.plot([step.step for step in run.steps], [entropy(step) for step in run.steps], linewidth=2)
+    axes.set_ylim(bottom=0)
+    return figure
+
+
 def time_figure(run: RunRecord) -> Figure:
     """Stacked phase times per step and the sidecar's training time."""
     figure, axes = _axes("GRPO step", "seconds")
@@ -246,12 +269,17 @@ def _headline(run: RunRecord) -> str:
     last = run.steps[-1]
     parts = "; ".join(f"{part}: {found.text()}" for part, found in followed_in(run).items())
     return (
-        f"<p>{len(run.steps)} GRPO steps on real vLLM in {run.total_seconds:.0f} s. The policy "
-        f"moved from terse to ornate solutions; the newest draft is release {last.draft_version}, "
-        f"trained against policy version {last.trained_against}.</p>"
+        f"<p>{len(run.steps)} GRPO steps on real vLLM in {run.total_seconds:.0f} s. The share "
+        f"of {run.style} went from {_style(run.steps[0]):.2f} to {_style(last):.2f}; the newest "
+        f"draft is release {last.draft_version}, trained against policy version "
+        f"{last.trained_against}.</p>"
         f"<p>Acceptance length. {html.escape(parts)}. The moving part is that in which the share "
-        "of ornate lines went from 5 % to 95 % of its whole change.</p>"
+        f"of {run.style} went from 5 % to 95 % of its whole change.</p>"
     )
+
+
+def _style(step: StepRecord) -> float:
+    return statistics.fmean(arm.style_share for arm in step.arms.values())
 
 
 def _target_table(targets: Sequence[Target]) -> str:

@@ -19,6 +19,7 @@ from examples.arithmetic_grpo.task import MAX_COMPLETION_TOKENS
 from examples.local_services import RolloutServer
 from slipstream.client import open_channel
 from slipstream.tensors import ChunkAssembler
+from slipstream.v1 import console_pb2 as console_pb
 from slipstream.v1 import draft_trainer_pb2 as trainer_pb
 from slipstream.v1 import draft_trainer_pb2_grpc as trainer_grpc
 from slipstream.v1 import release_pb2 as release_pb
@@ -144,6 +145,11 @@ class RolloutClient:
     def status(self) -> trainer_pb.TrainerStatus:
         """Return the trainer's status."""
         return self._trainer.GetStatus(trainer_pb.GetStatusRequest(), timeout=CALL_TIMEOUT)
+
+    def verdicts(self) -> Sequence[release_pb.Verdict]:
+        """Return the gate's verdicts that the trainer keeps, oldest first."""
+        request = console_pb.GetHistoryRequest()
+        return self._trainer.GetHistory(request, timeout=CALL_TIMEOUT).verdicts
 
     def generate(
         self,

@@ -126,6 +126,12 @@ def pooled_positions(steps: Sequence[StepRecord], arm: str) -> list[float]:
     return [sum(column) / drafts for column in columns] if drafts else []
 
 
+def entropy(step: StepRecord) -> float:
+    """The policy's entropy in a step, in nats per sampled token of all arms."""
+    arms = step.arms.values()
+    return sum(arm.entropy for arm in arms) / sum(arm.tokens for arm in arms)
+
+
 def surprise_against_off(run: RunRecord, arm: str) -> tuple[float, float]:
     """(difference per token in nats, z) of an arm's surprise from that without speculation.
 

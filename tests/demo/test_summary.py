@@ -48,6 +48,7 @@ def arm(name: str, accepted: int, failed: int = 0) -> ArmRecord:
         style_share=0.5,
         surprise=4.0 if name == FROZEN else 0.0,
         surprise_variance=8.0,
+        entropy=40.0,
         draft_version=None if name == OFF else 1,
     )
 
@@ -140,7 +141,7 @@ def test_summary_and_report_have_every_target(run: RunRecord, tmp_path: Path) ->
     loop = document["figures"]["speed_in_the_loop"]
     assert (loop["requests"], loop[ADAPTED]["median"]) == (8, 1.0)
     page = (tmp_path / "report.html").read_text()
-    assert page.count("<img ") == 6
+    assert page.count("<img ") == 7
     assert "http" not in page.replace("http-equiv", ""), "the page must be self-contained"
 
 
