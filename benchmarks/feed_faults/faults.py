@@ -207,6 +207,7 @@ def _truncate_file(rig: Rig, rng: random.Random) -> None:
     try:
         size = os.fstat(descriptor).st_size
         os.ftruncate(descriptor, rng.choice((0, size // 2, size - 4096)))
+        rig.cut_short = True
     finally:
         os.close(descriptor)
 

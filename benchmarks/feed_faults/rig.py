@@ -94,6 +94,8 @@ class Rig:
         self._log_at = 0
         self._seed = 0
         self.transport = ""
+        # Whether a fault has truncated the shared file of the policy that runs.
+        self.cut_short = False
 
     # Processes.
 
@@ -150,8 +152,11 @@ class Rig:
 
     def use(self, transport: str) -> None:
         """Have the policy ship that way now, if need be by ending it and starting another one."""
-        # A bridge that found its file cut short goes on inline.
-        fell_back = transport == "shared_memory" and not self._open_files(self._policy.pid)
+        # A bridge that finds its file cut short, now or later, goes on inline.
+        fell_back = transport == "shared_memory" and (
+            self.cut_short or not self._open_files(self._policy.pid)
+        )
+        self.cut_short = False
         if self.transport != transport or fell_back:
             self.end_policy()
             self.start_policy(transport)
