@@ -289,7 +289,7 @@ class Capture:
                 self.probe = not probed(record, self.modules, self.temperature)
             whole = self._needs_logits_now(states.final.device)
             record = without_logits(record, self.modules, self.temperature, whole=whole)
-            self._hold(record if self.copier.deferred else record.on_host())
+            self._hold(record if self.copier.deferred else record.on_host(self.next_id))
         except RefusedError as error:
             self._tap.__exit__()
             self._refuse(error)
@@ -396,7 +396,7 @@ class Capture:
         """The candidates of these passes, and those kept from the passes before."""
         found = dict(self._kept)
         for record in records:
-            record = record.on_host() if self.copier.deferred else record
+            record = record.on_host(self.next_id) if self.copier.deferred else record
             check_tokens(record, self.modules.vocab_size)
             states = record.states
             dtype = state_dtype(self.states_dtype, states.final)
@@ -458,9 +458,6 @@ class Capture:
 
     def _copy_and_offer(self, chosen: list[Chosen]) -> None:
         """Send ``chosen``, from which what is offered, or counted as shed, is removed."""
-        # Windows of one sequence share a name, by which the trainer may hold them out together.
-        origins = {id(one.origin): one.origin for one in chosen}
-        names = {key: origin.name or self.next_id() for key, origin in origins.items()}
         for group in self._copy_groups(chosen):
             nbytes = [one.layout.nbytes for one in group]
             pinned = self.copier.pinned
@@ -471,7 +468,7 @@ class Capture:
                 header = header_of("", *facts, self.session.aux_layers, one.layout)
                 header.sampling.CopyFrom(self.sampling)
                 header.logits_dtype = dtype_to_wire(one.record.states.logits_dtype)
-                one.write_origin(header, names[id(one.origin)])
+                one.write_origin(header)
                 sample = Sample(header, block)
                 fill(sample, one)
                 filled.append((sample, one))

@@ -26,7 +26,7 @@ from policy_bridge.logits import PROBED_ROWS, check_logits, check_logprobs
 from policy_bridge.model import Matrix, PolicyModules
 from policy_bridge.selection import Candidate, Span, scores_of, spans_of, windows
 from slipstream.errors import RefusedError
-from slipstream.sample import STATE_DTYPES, Layout, Sample, prompt_hash
+from slipstream.sample import STATE_DTYPES, Layout, Sample, prompt_hash, window_id
 from slipstream.sampling import LogitForm
 from slipstream.v1 import draft_trainer_pb2 as pb
 
@@ -45,7 +45,7 @@ class Origin(NamedTuple):
 
     prompt: bytes
     version: int | None
-    name: str | None
+    name: str
 
 
 @dataclass(frozen=True)
@@ -77,8 +77,10 @@ class Record:
     spans: Sequence[Span] = ()
     origins: Mapping[tuple[int, int], Origin] = field(default_factory=dict)
 
-    def on_host(self) -> Record:
+    def on_host(self, next_id: Callable[[], str]) -> Record:
         """Return the record with all but the states in host memory: int32 ids, float32 numbers.
+
+        A sequence without a name is given one, which its windows share.
 
         Raises:
             RefusedError: masks or positions that are not of whole sequences.
@@ -99,7 +101,7 @@ class Record:
             logprobs=floats(self.logprobs),
             logits=floats(self.logits),
         )
-        return replace(record, origins=_origins(record))
+        return replace(record, origins=_origins(record, next_id))
 
     @property
     def token_bytes(self) -> int:
@@ -161,29 +163,24 @@ class Chosen:
     sampled: Floats
     priority: int
 
-    @property
-    def origin(self) -> Origin:
-        """The origin of its sequence."""
+    def write_origin(self, header: pb.VerifierStates) -> None:
+        """Write whose completion it is, who sampled it, and its name."""
         one = self.candidate
-        return self.record.origins[one.row, one.start - one.offset]
-
-    def write_origin(self, header: pb.VerifierStates, name: str) -> None:
-        """Write whose completion it is, and who sampled it; ``name`` is its sequence's."""
-        origin, offset = self.origin, self.candidate.offset
+        origin = self.record.origins[one.row, one.start - one.offset]
         header.prompt = origin.prompt
         if origin.version is not None:
             header.rollout_policy_version = origin.version
-        header.sample_id = f"{name}+{offset}" if offset else name
+        header.sample_id = window_id(origin.name, one.offset)
 
 
-def _origins(record: Record) -> dict[tuple[int, int], Origin]:
+def _origins(record: Record, next_id: Callable[[], str]) -> dict[tuple[int, int], Origin]:
     """The origin of every sequence by row and start, so that all its windows say the same."""
     count, versions = len(record.spans), record.rollout_versions
     lengths = scores_of("prompt_lengths", record.prompt_lengths, count)
     if isinstance(versions, int):
         versions = [versions] * count
     found, sampled_by = {}, scores_of("rollout_versions", versions, count)
-    names = [None] * count if record.sample_ids is None else record.sample_ids
+    names = [next_id() for _ in range(count)] if record.sample_ids is None else record.sample_ids
     if len(names) != count:
         expected, step = f"a name for each of the {count} sequences", "name every one, or none"
         raise RefusedError("sample_ids", f"{len(names)} names", expected, step)

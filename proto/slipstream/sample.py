@@ -335,6 +335,11 @@ class Sample:
         return self.block[at : at + nbytes].view(self.layout.dtype).view(self.tokens, width)
 
 
+def window_id(completion: str, offset: int) -> str:
+    """Name the window that begins at a token of a completion; see ``Sample.completion``."""
+    return f"{completion}+{offset}" if offset else completion
+
+
 def prompt_hash(token_ids: torch.Tensor) -> bytes:
     """The hash that identifies a prompt, 16 bytes; integers [n] on the CPU."""
     return hashlib.blake2b(token_ids.long().numpy().tobytes(), digest_size=16).digest()

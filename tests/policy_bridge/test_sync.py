@@ -410,7 +410,7 @@ def test_policy_version_going_backwards_is_still_pushed(
     assert [rollout.policy_version for rollout in rollouts] == [4, 4]
 
 
-def test_resumed_job_is_synced_and_captured_from_its_first_version(
+def test_resumed_job_is_captured_from_its_first_version(
     trainer: FakeTrainer, connect: Connect, rollouts: Rollouts
 ) -> None:
     """Its first version is below those that the trainer knows."""
