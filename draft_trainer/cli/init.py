@@ -114,7 +114,7 @@ class Init:
         told: list[str] = []
         with Reading(file, 0) as reading:
             made = new_draft(
-                folder, reading, size=None, most_tokens=None, tell=told.append, **shape
+                policy, reading, size=None, most_tokens=None, tell=told.append, **shape
             )
         return made, told[-1] if told else "draft vocabulary: all tokens"
 

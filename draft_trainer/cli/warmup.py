@@ -227,6 +227,7 @@ class Warmup:
 
     def _draft(self, policy: Path, tell: Callable[[str], None], reading: Reading) -> Draft:
         """The draft to begin with."""
+        from draft_trainer.checkpoints import read_policy
         from draft_trainer.drafters import DRAFTERS
         from draft_trainer.warmup.vocabulary import new_draft
 
@@ -235,7 +236,7 @@ class Warmup:
             return DRAFTERS[self.draft_kind].read(folder, policy).draft()
         layers = None if self.aux_layers is None else layers_of(self.aux_layers)
         return new_draft(
-            policy,
+            read_policy(policy),
             reading,
             size=self.draft_vocab,
             most_tokens=self.tokens,

@@ -38,9 +38,9 @@ Found = tuple[Diagnosis.Severity, str, str]
 """Severity, what was found, and the next step, if any."""
 
 REFUSED_SHARE = EVICTED_SHARE = 0.1
+"""The share of samples below which a run is healthy: the first of a version may come too early."""
 OUTSIDE_SHARE, OUTSIDE_SAID = 0.02, 0.001
 """Shares of the policy's tokens outside the draft vocabulary: a problem, and worth a word."""
-"""The share of samples below which a run is healthy: the first of a version may come too early."""
 
 
 PARTS = ("policy", "samples", "training", "gate", "release", "servers", "trial")

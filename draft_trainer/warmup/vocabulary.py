@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from draft_trainer.checkpoints import read_policy, size_of
+from draft_trainer.checkpoints import PolicyCheckpoint, size_of
 from draft_trainer.drafters.eagle3.head import Eagle3Head
 from draft_trainer.drafters.initial import choose_draft_vocabulary, init_draft
 from draft_trainer.warmup.rollouts import Reading, Rollout
@@ -30,7 +29,7 @@ FOLDS = 4
 
 
 def new_draft(
-    policy: Path,
+    policy: PolicyCheckpoint,
     reading: Reading,
     *,
     size: int | None,
@@ -41,7 +40,7 @@ def new_draft(
     """An untrained EAGLE-3 draft, as ``draft-trainer init`` makes it.
 
     Args:
-        policy: folder of its policy.
+        policy: its policy.
         reading: the rollouts; looked at only where the draft cannot propose every token.
         size: of the draft vocabulary; the smallest that covers ``COVERAGE`` if None.
         most_tokens: completion tokens of the whole warm-up: no more are looked at.
@@ -49,20 +48,19 @@ def new_draft(
         shape: see ``init_draft``.
 
     Raises:
-        RefusedError: a size is not possible with this policy, or it cannot be read.
+        RefusedError: a size is not possible with this policy, or rollouts cannot be read.
     """
-    checkpoint = read_policy(policy)
-    vocab = size_of(checkpoint.config, "vocab_size")
+    vocab = size_of(policy.config, "vocab_size")
     if size is None and vocab <= MULTIPLE:
         size = vocab
     if size == vocab:
-        return init_draft(checkpoint, None, **shape)
+        return init_draft(policy, None, **shape)
     tell("reading the first rollouts, whose commonest tokens are the draft vocabulary")
     counted = min(COUNTED_TOKENS, most_tokens or COUNTED_TOKENS)
     counts = count_tokens(reading.look(counted), vocab)
     size = size or smallest_size(counts)
     ids = choose_draft_vocabulary(counts.sum(0), size)
-    draft = init_draft(checkpoint, ids, **shape)
+    draft = init_draft(policy, ids, **shape)
     parameters, covered = sum(p.numel() for p in draft.parameters()), coverage(counts)
     whole = parameters + (vocab - size) * draft.lm_head.in_features
 

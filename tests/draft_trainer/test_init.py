@@ -184,7 +184,7 @@ def _rollouts(prompts: int, tokens: int, vocab: int) -> list[Rollout]:
     return [Rollout(number, [number], row) for number, row in enumerate(rows)]
 
 
-def test_draft_vocabulary_covers_tokens_of_prompts_that_did_not_choose_it() -> None:
+def test_draft_vocabulary_covers_prompts_that_did_not_choose_it() -> None:
     rollouts, fresh = _rollouts(600, 200, 2000), torch.zeros(9000, dtype=torch.int64)
     counts = count_tokens(rollouts, 9000)
     assert counts.sum() == 120_000 and all(20_000 < int(fold.sum()) < 40_000 for fold in counts)
@@ -198,7 +198,7 @@ def test_draft_vocabulary_covers_tokens_of_prompts_that_did_not_choose_it() -> N
     assert own > real > estimate == pytest.approx(real, abs=4e-3)
 
 
-def test_draft_vocabulary_of_few_or_unlike_tokens_is_the_greatest() -> None:
+def test_draft_vocabulary_of_few_or_unlike_tokens_is_largest() -> None:
     vocab = 40_000
     # Too few to tell 99.9 % from less, although none is missing.
     few = count_tokens([Rollout(n, [n], [7] * 29) for n in range(100)], vocab)
