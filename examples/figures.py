@@ -52,11 +52,23 @@ class Target:
     ) -> Target:
         """The geometric mean of paired ratios (2 to 10), with its interval by Student's t on logs.
 
-        Met where the whole interval is within ``least`` and ``most``, missed where none of it is.
+        See ``within``.
         """
         logs = interval([math.log(ratio) for ratio in ratios])
         value, half = math.exp(logs["mean"]), math.exp(logs["half_width"])
-        low, high = value / half, value * half
+        return cls.within(name, (value, value / half, value * half), least, most)
+
+    @classmethod
+    def within(
+        cls,
+        name: str,
+        found: tuple[float, float, float],
+        least: float = 0.0,
+        most: float = math.inf,
+    ) -> Target:
+        """A value with the ends of its 95 % interval. Met where the whole interval is within
+        ``least`` and ``most``, missed where none of it is."""
+        value, low, high = found
         ok = True if least <= low and high <= most else None
         if high < least or low > most:
             ok = False
@@ -108,8 +120,10 @@ def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> 
 
 def target_table(targets: Sequence[Target]) -> str:
     """One line a target."""
-    words = {True: "met        ", False: "MISSED     ", None: "not decided"}
-    return "\n".join(f"{words[t.ok]}  {t.name}: {t.text} ({t.bound})" for t in targets)
+    return "\n".join(
+        f"{t.verdict.upper() if t.ok is False else t.verdict:<11}  {t.name}: {t.text} ({t.bound})"
+        for t in targets
+    )
 
 
 def machine() -> dict[str, Any]:

@@ -201,6 +201,19 @@ class RolloutServer:
         call.cancel()
         return report
 
+    def step_sums(self, k: int, requests: int) -> tuple[float, float]:
+        """Return the engine's steps of so many requests with ``k`` drafted tokens (0: without
+        drafts), and their seconds, since the start. The server reads them once a second."""
+        kind = "speculative" if k else "plain"
+        # In the order in which /metrics has them.
+        labels = {"draft_length": str(k), "kind": kind, "requests": str(requests)}
+        name = "slipstream_rollout_engine_step"
+        try:
+            steps = self.metric(f"{name}s_total", **labels)
+            return steps, self.metric(f"{name}_seconds_total", **labels)
+        except LookupError:
+            return 0.0, 0.0
+
     def metric(self, name: str, **labels: str) -> float:
         """One sample of ``/metrics``; of a name alone, without labels or whatever they are, the
         sum. Raises LookupError: it is not there."""

@@ -115,27 +115,18 @@ def measured(
                 load = Load(TASKS[task], server.http)
                 for requests in BATCHES:
                     load.run(requests, 1.0)
-                    before = _steps(server, k, requests)
+                    before = _settled(server, k, requests)
                     speed = load.run(requests, seconds)
-                    after = _steps(server, k, requests)
+                    after = _settled(server, k, requests)
                     step = (after[1] - before[1]) / max(1.0, after[0] - before[0])
                     found[draft, k, requests] = (step, speed)
     return found
 
 
-def _steps(server: RolloutServer, k: int, requests: int) -> tuple[float, float]:
-    """Steps of so many requests, and their seconds, since the start."""
-    # The server reads the engine's sums once a second.
+def _settled(server: RolloutServer, k: int, requests: int) -> tuple[float, float]:
+    """The engine's sums of these steps, once the server has read them."""
     time.sleep(1.5)
-    kind = "speculative" if k else "plain"
-    # In the order in which /metrics has them.
-    labels = {"draft_length": str(k), "kind": kind, "requests": str(requests)}
-    name = "slipstream_rollout_engine_step"
-    try:
-        steps = server.metric(f"{name}s_total", **labels)
-        return steps, server.metric(f"{name}_seconds_total", **labels)
-    except LookupError:
-        return 0.0, 0.0
+    return server.step_sums(k, requests)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -27,9 +27,8 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import torch
-from safetensors.torch import load_file
 
+from benchmarks.draft_length.__main__ import REST_SECONDS, noisy
 from benchmarks.harness import (
     Target,
     end_on_sigterm,
@@ -42,6 +41,7 @@ from benchmarks.harness import (
     write,
 )
 from draft_trainer.cli.plan import served_costs
+from examples.arithmetic_grpo.rollouts import SpecCounters
 from examples.local_services import RolloutServer
 from examples.smollm_grpo.model import check, policy
 from examples.smollm_grpo.run import HERE
@@ -57,6 +57,8 @@ ARMS: dict[str, tuple[str, ...]] = {
     AUTO: ("--draft-length", str(LENGTHS[-1]), "--speculation", "auto"),
     NGRAM: ("--draft-kind", "ngram", "--draft-length", str(LENGTHS[-1])),
 }
+FIXED = {OFF: 0, **{f"k = {k}": k for k in LENGTHS}}
+"""Tokens drafted in every step, where that does not change."""
 DRAFTED = [name for name in ARMS if name not in (OFF, NGRAM)]
 """Arms that serve the draft."""
 NOISE = {"fresh": 0.0, "drifted": 0.3, "ruined": 1.2}
@@ -69,21 +71,6 @@ LEAST = 0.97
 """Speed of ``auto`` over the other arm's."""
 NEAR = 0.1
 """The error of a prediction."""
-REST_SECONDS = 1.5
-"""The rest before each arm: for a second after its last step the worker of another arm's server
-spins on the cores that all of them share (``SpinCondition`` of vLLM's ``shm_broadcast``)."""
-
-
-def noisy(draft: Path, share: float) -> dict[str, torch.Tensor]:
-    """The draft's tensors with noise on its matrices."""
-    generator = torch.Generator().manual_seed(0)
-    tensors = load_file(draft / "model.safetensors")
-    return {
-        name: (t + share * t.float().std() * torch.randn(t.shape, generator=generator)).to(t.dtype)
-        if t.ndim == 2 and t.is_floating_point()
-        else t
-        for name, t in tensors.items()
-    }
 
 
 def generate(
@@ -132,9 +119,8 @@ def measure(
         By arm: tokens a second in each round; seconds of a step of so many requests; acceptance
         length in vLLM's counters.
     """
-    before = {
-        name: (_steps(server, name, requests), _drafts(server)) for name, server in servers.items()
-    }
+    steps = {name: servers[name].step_sums(k, requests) for name, k in FIXED.items()}
+    counters = {name: server.counters() for name, server in servers.items()}
 
     def run(server: RolloutServer) -> float:
         time.sleep(REST_SECONDS)
@@ -144,36 +130,15 @@ def measure(
     # The servers read the engine's sums once a second.
     time.sleep(REST_SECONDS)
     seconds, lengths = {}, {}
+    for name, k in FIXED.items():
+        (count, took), (count_now, took_now) = steps[name], servers[name].step_sums(k, requests)
+        if count_now > count:
+            seconds[name] = (took_now - took) / (count_now - count)
     for name, server in servers.items():
-        (steps, took), (drafts, accepted) = before[name]
-        now, of_drafts = _steps(server, name, requests), _drafts(server)
-        if now[0] > steps:
-            seconds[name] = (now[1] - took) / (now[0] - steps)
-        if of_drafts[0] > drafts:
-            lengths[name] = 1 + (of_drafts[1] - accepted) / (of_drafts[0] - drafts)
+        length = SpecCounters.between(counters[name], server.counters()).acceptance_length
+        if length is not None:
+            lengths[name] = length
     return speeds, seconds, lengths
-
-
-def _steps(server: RolloutServer, arm: str, requests: int) -> tuple[float, float]:
-    """Steps of so many requests, and their seconds, since the start; none of other arms' kinds."""
-    if arm in (AUTO, NGRAM):
-        return 0.0, 0.0
-    k = int(arm.removeprefix("k = ")) if arm != OFF else 0
-    # In the order in which /metrics has them.
-    labels = {"draft_length": str(k), "kind": "speculative" if k else "plain"}
-    labels["requests"] = str(requests)
-    name = "slipstream_rollout_engine_step"
-    try:
-        steps = server.metric(f"{name}s_total", **labels)
-        return steps, server.metric(f"{name}_seconds_total", **labels)
-    except LookupError:
-        return 0.0, 0.0
-
-
-def _drafts(server: RolloutServer) -> tuple[int, int]:
-    """Drafts, and tokens accepted of them, since the start."""
-    counted = server.counters().values()
-    return sum(one.drafts for one in counted), sum(one.accepted_tokens for one in counted)
 
 
 def targets_of(cells: Sequence[Mapping[str, Any]]) -> list[Target]:
@@ -267,10 +232,11 @@ def _cells(
     rounds: int,
 ) -> Iterator[dict[str, Any]]:
     """Measure one draft with every number of requests."""
-    for requests in batches:
-        say(f"{kind} draft, {requests} requests: the automatic arm measures")
-        for server in servers.values():
-            generate(server, prompts, requests, max(PROMPTS, 2 * requests))
+    for server in servers.values():
+        # Every prompt once, for the cache; then what the automatic arm has to measure.
+        generate(server, prompts, max(batches), PROMPTS)
+        for requests in batches:
+            generate(server, prompts, requests, BATCHES[requests])
     costs, rates = served_costs(httpx.get(f"{servers[AUTO].http}/metrics").text)
     say(f"{kind} draft: acceptance length {acceptance_length(rates, LENGTHS[-1]):.2f} at k = 3")
     for requests in batches:
@@ -281,14 +247,13 @@ def _cells(
             if k in costs.draft_lengths
         }
         speeds, seconds, lengths = measure(servers, prompts, requests, rounds)
-        fixed = [name for name in speeds if name not in (AUTO, NGRAM)]
         yield {
             "draft": kind,
             "requests": requests,
             "tokens_per_second": speeds,
             "step_seconds": seconds,
             "acceptance_length": lengths,
-            "best": max(fixed, key=lambda name: statistics.median(speeds[name])),
+            "best": max(FIXED, key=lambda name: statistics.median(speeds[name])),
             "predicted": predicted,
         }
 

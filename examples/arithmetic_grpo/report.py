@@ -286,8 +286,7 @@ def _target_table(targets: Sequence[Target]) -> str:
     rows = "".join(
         f"<tr><td>{html.escape(t.name)}<td class=n>"
         f"{t.text}"
-        f"<td class=n>{html.escape(t.bound)}<td class={'ok' if t.ok else 'no'}>"
-        f"{'met' if t.ok else 'missed'}"
+        f"<td class=n>{html.escape(t.bound)}<td class={'ok' if t.ok else 'no'}>{t.verdict}"
         for t in targets
     )
     return f"<table><tr><th>target<th>measured<th>bound<th>{rows}</table>"

@@ -25,7 +25,6 @@ from examples.figures import Target, machine, spread
 END_STEPS = 5
 """Steps pooled at either end of the run; one step alone has too few drafts for a steady figure."""
 
-
 Z_BOUND = 3.3
 """Two-sided false-alarm rate 0.1 % for each arm's comparison with no speculation."""
 

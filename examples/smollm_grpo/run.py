@@ -104,7 +104,7 @@ def main(argv: list[str] | None = None) -> int:
         for target in document["targets"]
     ]
     print("\n" + target_table(targets))
-    return 0 if all(target.ok for target in targets) else 1
+    return 1 if any(target.ok is False for target in targets) else 0
 
 
 class _Run:
