@@ -33,6 +33,7 @@ from slipstream.client import open_channel
 from slipstream.errors import RefusedError
 from slipstream.sampling import sampling_of
 from slipstream.v1 import draft_trainer_pb2_grpc as pb_grpc
+from slipstream.shortage import raise_unless_shortage
 from slipstream.v1 import release_pb2
 
 logger = logging.getLogger(__name__)
@@ -378,7 +379,8 @@ class PolicyBridge(AbstractContextManager["PolicyBridge"]):
         try:
             # With a sharded policy this is a collective call: every process makes it.
             snapshot = self._guarded(self._matrices.snapshot, session if lead else None, version)
-        except torch.OutOfMemoryError:
+        except RuntimeError as error:
+            raise_unless_shortage(error)
             self._counters.error(f"no device memory to copy the matrices of version {version}")
             return None
         return snapshot if lead or session is None else PolicySnapshot(version, {})

@@ -12,7 +12,6 @@ from functools import partial
 from typing import TypeVar, cast
 
 import torch
-import torch.nn.functional as F
 
 from policy_bridge.copier import GROUP_BYTES, Copier
 from policy_bridge.extraction import (
@@ -31,11 +30,12 @@ from policy_bridge.hooks import ForwardTap
 from policy_bridge.logits import check_width, is_sharded, unfit
 from policy_bridge.model import PolicyModules, compiled_whole
 from policy_bridge.outbox import PRIORITIES
-from policy_bridge.selection import Candidate, Spent, bytes_per_token
+from policy_bridge.selection import Candidate, Spent, aligned, bytes_per_token
 from policy_bridge.session import Session
 from policy_bridge.stats import Counters
 from slipstream.errors import RefusedError
 from slipstream.sample import Sample, header_of, layout_of
+from slipstream.shortage import raise_unless_shortage
 from slipstream.tensors import dtype_to_wire
 from slipstream.v1 import draft_trainer_pb2 as pb
 
@@ -55,19 +55,6 @@ class NullCapture(AbstractContextManager["NullCapture"]):
 
     def ship(self, *_: object, **__: object) -> None:
         """Do nothing; takes the arguments of ``Capture.ship``."""
-
-
-def _aligned(name: str, values: torch.Tensor | None, shape: tuple[int, ...]) -> torch.Tensor | None:
-    """``values`` as [B, S], detached, a missing first column padded with 0."""
-    if values is None:
-        return None
-    values = values.detach()
-    if tuple(values.shape) == (shape[0], shape[1] - 1):
-        return F.pad(values, (1, 0))
-    if tuple(values.shape) != shape:
-        expected = f"{list(shape)} (or without the first column)"
-        raise RefusedError(name, list(values.shape), expected, "align it with input_ids")
-    return values
 
 
 @dataclass(eq=False, kw_only=True)
@@ -278,8 +265,8 @@ class Capture:
                 loss_mask=self._own(loss_mask).bool(),
                 attention_mask=self._own(attention_mask),
                 position_ids=self._own(position_ids),
-                logprobs=self._own(_aligned("sampled_logprobs", sampled_logprobs, shape)),
-                logits=self._own(_aligned("sampled_logits", sampled_logits, shape)),
+                logprobs=self._own(aligned("sampled_logprobs", sampled_logprobs, shape)),
+                logits=self._own(aligned("sampled_logits", sampled_logits, shape)),
                 prompt_lengths=self._own(prompt_lengths),
                 rollout_versions=self._own(rollout_versions),
                 sample_ids=self._own(sample_ids),
@@ -293,7 +280,8 @@ class Capture:
         except RefusedError as error:
             self._tap.__exit__()
             self._refuse(error)
-        except torch.OutOfMemoryError:
+        except RuntimeError as error:
+            raise_unless_shortage(error)
             # The loop needs the device's memory more than the draft needs this window.
             rows = len(input_ids) + sum(len(record.token_ids) for record in self._records)
             self._records = []
@@ -371,7 +359,8 @@ class Capture:
                     return pick(records)
             except RefusedError as error:
                 self._refuse(error)
-            except torch.OutOfMemoryError:
+            except RuntimeError as error:
+                raise_unless_shortage(error)
                 self.counters.shed("device_memory", rows, 0)
             return None
 
@@ -382,7 +371,8 @@ class Capture:
             except RefusedError as error:
                 self.counters.shed("capture_refused", len(chosen), 0)
                 self._refuse(error)
-            except torch.OutOfMemoryError:
+            except RuntimeError as error:
+                raise_unless_shortage(error)
                 self.counters.shed("device_memory", len(chosen), 0)
             else:
                 self.done(not self.probe)

@@ -22,6 +22,7 @@ from typing import TypeVar
 import torch
 
 from slipstream.errors import RefusedError
+from slipstream.shortage import raise_unless_shortage
 
 Job = Callable[[], None]
 T = TypeVar("T")
@@ -79,14 +80,19 @@ class Copier:
         On a device, call this on the stream that makes the tensors to be read, ``nbytes`` in all.
 
         Returns:
-            False if too much waits (on a device): then neither was called, nor will be.
+            False if nothing is taken any more, or the device has no memory for an event: then
+            neither was called, nor will be.
 
         Raises:
             RefusedError: what a job before this one raised.
         """
         if (stream := self._stream) is not None:
             ready = torch.cuda.Event()
-            ready.record(torch.cuda.current_stream(stream.device))
+            try:
+                ready.record(torch.cuda.current_stream(stream.device))
+            except RuntimeError as error:
+                raise_unless_shortage(error)
+                return False
 
             def on_stream() -> None:
                 with torch.cuda.stream(stream):

@@ -54,6 +54,7 @@ from draft_trainer.releases.pointer import PointerStore
 from draft_trainer.releases.registry import Registry
 from slipstream.errors import RefusedError
 from slipstream.sample import Sample
+from slipstream.shortage import raise_unless_shortage
 from slipstream.v1 import release_pb2
 
 logger = logging.getLogger(__name__)
@@ -368,7 +369,8 @@ class Gate:
         for tokens in (PASS_TOKENS, PASS_TOKENS // 2):
             try:
                 return action(tokens)
-            except torch.OutOfMemoryError as error:
+            except RuntimeError as error:
+                raise_unless_shortage(error)
                 self.counters.device_memory.labels("gate").inc()
                 logger.warning("out of memory in a gate's passes of %d tokens: %s", tokens, error)
             # Not in the handler: the exception holds what the pass held.

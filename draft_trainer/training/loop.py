@@ -32,6 +32,7 @@ from draft_trainer.training.learner import Learner
 from draft_trainer.training.training_state import LearnerStates, Position
 from slipstream.errors import RefusedError
 from slipstream.v1 import release_pb2
+from slipstream.shortage import raise_unless_shortage
 
 logger = logging.getLogger(__name__)
 
@@ -270,7 +271,8 @@ class TrainingLoop:
         passed = result.outcome == "passed"
         try:
             candidate = learner.snapshot(served=served, share=shares[best]) if passed else None
-        except torch.OutOfMemoryError as error:
+        except RuntimeError as error:
+            raise_unless_shortage(error)
             logger.error("the release was not written: %s", error)
             self.gate.record(result, not_written=f"too little device memory: {error}")
             return None
