@@ -345,7 +345,7 @@ class Capture:
     def _submit(self, pick: Callable[[list[Record]], list[Chosen] | None]) -> bool:
         """Let ``pick`` choose from the held records, send the chosen and drop the rest.
 
-        False, with the records counted as shed, where too many jobs wait.
+        False, with the records counted as shed, where the copier takes nothing.
         """
         records, self._records = self._records, []
         if not records and not self._thinned:
@@ -354,6 +354,9 @@ class Capture:
         nbytes = sum(record.nbytes for record in records)
 
         def choose() -> list[Chosen] | None:
+        if self._thinned and not self.is_open:
+            # The most that is kept until then; a window that follows does not know how much.
+            nbytes += self.device_bytes // 2
             try:
                 with torch.no_grad():
                     return pick(records)
