@@ -97,7 +97,8 @@ class Capture:
         probe: whether to compare the policy's own logits with those that follow from its states.
         takes: whether a sample of so many bytes and such a priority would be taken.
         copier: where choosing and copying is done.
-        copier_for: returns the copier for a device, called at the first ``ship``; None: ``copier``.
+        copier_for: returns the copier for a device and another bound on ``budget_bytes``, called at
+            the first ``ship``; None: ``copier``, and no other bound.
         refuse: called with the error of a call that cannot be served; may raise it.
         done: called when a window ended well, with whether nothing is left to ``probe``.
         counters: of the bridge.
@@ -122,7 +123,7 @@ class Capture:
     probe: bool = False
     takes: Callable[[int, int], bool] = lambda nbytes, priority: True
     copier: Copier = field(default_factory=Copier)
-    copier_for: Callable[[torch.device], Copier] | None = None
+    copier_for: Callable[[torch.device], tuple[Copier, int]] | None = None
     refuse: Callable[[RefusedError], None] = raise_error
     done: Callable[[bool], None] = lambda probed: None
     counters: Counters = field(default_factory=Counters)
@@ -256,7 +257,8 @@ class Capture:
                 return
             if self.copier_for is not None and not self._recorded:
                 # By the device of the states: weights may be on it for the pass alone.
-                self.copier = self.copier_for(states.final.device)
+                self.copier, most = self.copier_for(states.final.device)
+                self.budget_bytes = min(self.budget_bytes, most)
             if logits_dtype is not None and states.logits is None:
                 states = replace(states, logits_dtype=logits_dtype)
             record = Record(
@@ -352,11 +354,11 @@ class Capture:
             return True
         rows = sum(len(record.token_ids) for record in records)
         nbytes = sum(record.nbytes for record in records)
-
-        def choose() -> list[Chosen] | None:
         if self._thinned and not self.is_open:
             # The most that is kept until then; a window that follows does not know how much.
             nbytes += self.device_bytes // 2
+
+        def choose() -> list[Chosen] | None:
             try:
                 with torch.no_grad():
                     return pick(records)
