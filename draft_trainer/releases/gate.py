@@ -315,6 +315,9 @@ class Gate:
     """Compares drafts with the promoted release on a run's held-out states, and keeps the results.
 
     Thread-safe; one comparison at a time.
+
+    Attributes:
+        stream: of a GPU, on which training frees what a comparison uses; None on a CPU.
     """
 
     config: TrainerConfig
@@ -322,6 +325,7 @@ class Gate:
     pointer: PointerStore
     counters: Counters
     drafting: Callable[[], tuple[int, Method]]
+    stream: torch.cuda.Stream | None = None
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _incumbent: tuple[int, Draft] | None = None
 
@@ -348,7 +352,7 @@ class Gate:
             The result, and which of the drafts it is of, as ``compare``.
         """
         best = 0
-        with self._lock:
+        with self._lock, torch.cuda.stream(self.stream):
             version, incumbent = self._promoted()
             try:
                 compared = self._with_room(partial(self._compared, candidates, incumbent, run))
