@@ -6,6 +6,7 @@ import itertools
 import logging
 import os
 import random
+import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
@@ -32,6 +33,7 @@ from slipstream import FORKS_DISTURBED
 from slipstream.client import open_channel
 from slipstream.errors import RefusedError
 from slipstream.sampling import sampling_of
+from slipstream.shortage import raise_unless_shortage
 from slipstream.v1 import draft_trainer_pb2_grpc as pb_grpc
 from slipstream.v1 import release_pb2
 
@@ -139,8 +141,10 @@ class PolicyBridge(AbstractContextManager["PolicyBridge"]):
         )
         self._matrices = PolicyMatrices(self._modules) if self._modules is not None else None
         self._draw = random.Random(config.seed).random
-        self._outbox = Outbox(config.outbox_bytes, self._counters)
-        self._copier, self._device = Copier(torch.device("cpu")), "cpu"
+        self._device = torch.device("cpu")
+        self._copier = Copier(self._device)
+        self._bytes_per_step, outbox_bytes = config.bounds(self._device.type)
+        self._outbox = Outbox(outbox_bytes, self._counters)
         trainer, credentials = config.trainer, config.trainer_credentials
         self._channel = open_channel(trainer, credentials=credentials)
         # Weight syncs must not wait behind states that a slow trainer has not read yet.
@@ -151,7 +155,7 @@ class PolicyBridge(AbstractContextManager["PolicyBridge"]):
         prefix, numbers = uuid.uuid4().hex[:12], itertools.count()
         self._next_id = lambda: f"{prefix}-{next(numbers)}"
         # What the windows of the version that was synced last have used.
-        self._spent = Spent(config.bytes_per_step)
+        self._spent = Spent(self._bytes_per_step)
         self._probed = False
         self._weights = WeightWatch()
         self._last_sync: SyncResult | None = None
@@ -212,7 +216,7 @@ class PolicyBridge(AbstractContextManager["PolicyBridge"]):
         if version < 0:
             raise RefusedError("version", version, "a whole number >= 0", "count from 0 up")
         session = self._guard.session_for(version)
-        snapshot = self._snapshot(session if self._config.bytes_per_step else None, version, lead)
+        snapshot = self._snapshot(session if self._bytes_per_step else None, version, lead)
         waited = self._last_sync is not None and self._last_sync.policy_waits
         window = self._new_sync_window(version, lead)
         self._window_open = True
@@ -306,7 +310,7 @@ class PolicyBridge(AbstractContextManager["PolicyBridge"]):
             policy_version=self.policy_version,
             outbox_samples=len(self._outbox),
             outbox_bytes=self._outbox.nbytes,
-            outbox_capacity_bytes=self._config.outbox_bytes,
+            outbox_capacity_bytes=self._outbox.capacity_bytes,
             last_sync=self._last_sync,
             capture_off_reason=self._guard.off_reason() or self._guard.refusal(),
         )
@@ -378,7 +382,8 @@ class PolicyBridge(AbstractContextManager["PolicyBridge"]):
         try:
             # With a sharded policy this is a collective call: every process makes it.
             snapshot = self._guarded(self._matrices.snapshot, session if lead else None, version)
-        except torch.OutOfMemoryError:
+        except RuntimeError as error:
+            raise_unless_shortage(error)
             self._counters.error(f"no device memory to copy the matrices of version {version}")
             return None
         return snapshot if lead or session is None else PolicySnapshot(version, {})
@@ -391,7 +396,7 @@ class PolicyBridge(AbstractContextManager["PolicyBridge"]):
         if result.left_out:
             logger.warning("rollout servers are left out: %s", dict(result.left_out))
         # A new object: a window before this sync that chooses late still counts in the old one.
-        self._spent = Spent(self._config.bytes_per_step)
+        self._spent = Spent(self._bytes_per_step)
         self._guard.synced(result.policy_version, session if snapshot is not None else None)
         if self._modules is not None:
             # Read after the window: merging adapters inside it is part of the sync.
@@ -428,13 +433,13 @@ class PolicyBridge(AbstractContextManager["PolicyBridge"]):
         if modules is None or session is None or version is None:
             return None
         states_dtype = getattr(torch, config.states_dtype) if config.states_dtype else None
-        budget, spent = config.bytes_per_step, self._spent
+        budget, spent = sys.maxsize, self._spent
         if self._connection is not None and (tokens := self._connection.wanted_tokens):
             dtype = states_dtype or modules.head_weight.dtype
             token = bytes_per_token(len(session.aux_layers), modules.hidden_size, dtype)
-            budget = min(budget, tokens * token)
+            budget = tokens * token
         # Skip capture if less than one average sample is left of the budget.
-        if spent.samples * (budget - spent.nbytes) < spent.nbytes:
+        if spent.samples * (min(budget, self._bytes_per_step) - spent.nbytes) < spent.nbytes:
             return None
         return Capture(
             modules=modules,
@@ -470,12 +475,15 @@ class PolicyBridge(AbstractContextManager["PolicyBridge"]):
         self._probed = self._probed or probed
         self._guard.clear(Cause.CALL)
 
-    def _copier_for(self, device: torch.device) -> Copier:
-        """The copier for states on ``device``: the policy may move after the bridge was built."""
-        if self._device != device.type:
+    def _copier_for(self, device: torch.device) -> tuple[Copier, int]:
+        """The copier for states on ``device``, and the bound on a version's bytes there: the policy
+        may move after the bridge was built."""
+        if self._device != device:
             self._copier.close()
-            self._device, self._copier = device.type, Copier(device)
-        return self._copier
+            self._device, self._copier = device, Copier(device)
+            self._bytes_per_step, outbox_bytes = self._config.bounds(device.type)
+            self._outbox.grow(outbox_bytes)
+        return self._copier, self._bytes_per_step
 
     def _check_open(self) -> None:
         if self._closed:

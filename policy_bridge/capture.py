@@ -12,7 +12,6 @@ from functools import partial
 from typing import TypeVar, cast
 
 import torch
-import torch.nn.functional as F
 
 from policy_bridge.copier import GROUP_BYTES, Copier
 from policy_bridge.extraction import (
@@ -31,11 +30,12 @@ from policy_bridge.hooks import ForwardTap
 from policy_bridge.logits import check_width, is_sharded, unfit
 from policy_bridge.model import PolicyModules, compiled_whole
 from policy_bridge.outbox import PRIORITIES
-from policy_bridge.selection import Candidate, Spent, bytes_per_token
+from policy_bridge.selection import Candidate, Spent, aligned, bytes_per_token
 from policy_bridge.session import Session
 from policy_bridge.stats import Counters
 from slipstream.errors import RefusedError
 from slipstream.sample import Sample, header_of, layout_of
+from slipstream.shortage import raise_unless_shortage
 from slipstream.tensors import dtype_to_wire
 from slipstream.v1 import draft_trainer_pb2 as pb
 
@@ -55,19 +55,6 @@ class NullCapture(AbstractContextManager["NullCapture"]):
 
     def ship(self, *_: object, **__: object) -> None:
         """Do nothing; takes the arguments of ``Capture.ship``."""
-
-
-def _aligned(name: str, values: torch.Tensor | None, shape: tuple[int, ...]) -> torch.Tensor | None:
-    """``values`` as [B, S], detached, a missing first column padded with 0."""
-    if values is None:
-        return None
-    values = values.detach()
-    if tuple(values.shape) == (shape[0], shape[1] - 1):
-        return F.pad(values, (1, 0))
-    if tuple(values.shape) != shape:
-        expected = f"{list(shape)} (or without the first column)"
-        raise RefusedError(name, list(values.shape), expected, "align it with input_ids")
-    return values
 
 
 @dataclass(eq=False, kw_only=True)
@@ -110,7 +97,8 @@ class Capture:
         probe: whether to compare the policy's own logits with those that follow from its states.
         takes: whether a sample of so many bytes and such a priority would be taken.
         copier: where choosing and copying is done.
-        copier_for: returns the copier for a device, called at the first ``ship``; None: ``copier``.
+        copier_for: returns the copier for a device and another bound on ``budget_bytes``, called at
+            the first ``ship``; None: ``copier``, and no other bound.
         refuse: called with the error of a call that cannot be served; may raise it.
         done: called when a window ended well, with whether nothing is left to ``probe``.
         counters: of the bridge.
@@ -135,7 +123,7 @@ class Capture:
     probe: bool = False
     takes: Callable[[int, int], bool] = lambda nbytes, priority: True
     copier: Copier = field(default_factory=Copier)
-    copier_for: Callable[[torch.device], Copier] | None = None
+    copier_for: Callable[[torch.device], tuple[Copier, int]] | None = None
     refuse: Callable[[RefusedError], None] = raise_error
     done: Callable[[bool], None] = lambda probed: None
     counters: Counters = field(default_factory=Counters)
@@ -269,7 +257,8 @@ class Capture:
                 return
             if self.copier_for is not None and not self._recorded:
                 # By the device of the states: weights may be on it for the pass alone.
-                self.copier = self.copier_for(states.final.device)
+                self.copier, most = self.copier_for(states.final.device)
+                self.budget_bytes = min(self.budget_bytes, most)
             if logits_dtype is not None and states.logits is None:
                 states = replace(states, logits_dtype=logits_dtype)
             record = Record(
@@ -278,8 +267,8 @@ class Capture:
                 loss_mask=self._own(loss_mask).bool(),
                 attention_mask=self._own(attention_mask),
                 position_ids=self._own(position_ids),
-                logprobs=self._own(_aligned("sampled_logprobs", sampled_logprobs, shape)),
-                logits=self._own(_aligned("sampled_logits", sampled_logits, shape)),
+                logprobs=self._own(aligned("sampled_logprobs", sampled_logprobs, shape)),
+                logits=self._own(aligned("sampled_logits", sampled_logits, shape)),
                 prompt_lengths=self._own(prompt_lengths),
                 rollout_versions=self._own(rollout_versions),
                 sample_ids=self._own(sample_ids),
@@ -293,7 +282,8 @@ class Capture:
         except RefusedError as error:
             self._tap.__exit__()
             self._refuse(error)
-        except torch.OutOfMemoryError:
+        except RuntimeError as error:
+            raise_unless_shortage(error)
             # The loop needs the device's memory more than the draft needs this window.
             rows = len(input_ids) + sum(len(record.token_ids) for record in self._records)
             self._records = []
@@ -357,13 +347,16 @@ class Capture:
     def _submit(self, pick: Callable[[list[Record]], list[Chosen] | None]) -> bool:
         """Let ``pick`` choose from the held records, send the chosen and drop the rest.
 
-        False, with the records counted as shed, where too many jobs wait.
+        False, with the records counted as shed, where the copier takes nothing.
         """
         records, self._records = self._records, []
         if not records and not self._thinned:
             return True
         rows = sum(len(record.token_ids) for record in records)
         nbytes = sum(record.nbytes for record in records)
+        if self._thinned and not self.is_open:
+            # The most that is kept until then; a window that follows does not know how much.
+            nbytes += self.device_bytes // 2
 
         def choose() -> list[Chosen] | None:
             try:
@@ -371,7 +364,8 @@ class Capture:
                     return pick(records)
             except RefusedError as error:
                 self._refuse(error)
-            except torch.OutOfMemoryError:
+            except RuntimeError as error:
+                raise_unless_shortage(error)
                 self.counters.shed("device_memory", rows, 0)
             return None
 
@@ -382,7 +376,8 @@ class Capture:
             except RefusedError as error:
                 self.counters.shed("capture_refused", len(chosen), 0)
                 self._refuse(error)
-            except torch.OutOfMemoryError:
+            except RuntimeError as error:
+                raise_unless_shortage(error)
                 self.counters.shed("device_memory", len(chosen), 0)
             else:
                 self.done(not self.probe)

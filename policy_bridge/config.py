@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
-
-import torch
+from dataclasses import dataclass, fields
 
 from slipstream.client import split_address
 from slipstream.errors import RefusedError
@@ -32,14 +30,6 @@ class ModulePaths:
     final_norm: str = ""
 
 
-def _by_device(host: int, device: int) -> int:
-    """A default for processes that have a CUDA device, and one for those that do not.
-
-    The policy's own device does not decide: frameworks move it after the bridge was built.
-    """
-    return field(default_factory=lambda: device if torch.cuda.is_available() else host)  # type: ignore[no-any-return]
-
-
 @dataclass(frozen=True)
 class BridgeConfig:
     """Settings of a ``PolicyBridge``. Bytes are bytes, times are seconds.
@@ -54,13 +44,12 @@ class BridgeConfig:
             the role operate.
         bytes_per_step: most bytes that are sent of one policy version; 0 turns capture off. A step
             is from one ``sync`` to the next: all ``capture`` windows between them share it, first
-            come first served, and where it is spent they capture nothing. 64 MiB; 1 GiB where there
-            is a CUDA device (32,768 tokens of a policy of 8 billion parameters).
+            come first served, and where it is spent they capture nothing. None: see ``bounds``.
         device_bytes: bound on the states that windows hold where the policy is, beside the pass
             that it is making: passes beyond it are thinned out to what ``bytes_per_step`` would
             choose of them, or shed as ``device_full`` while the copies are behind.
-        outbox_bytes: bound on states that wait in host memory, unacknowledged ones included.
-            256 MiB; 2 GiB where there is a CUDA device.
+        outbox_bytes: bound on states that wait in host memory, unacknowledged ones included. None:
+            see ``bounds``.
         states_dtype: cast hidden states to this before they are sent; empty keeps the policy's.
         transport: "shared_memory" or "grpc" for the states, or "auto": shared memory where both
             processes see the same. Where there is none, states go by gRPC with any of the three,
@@ -106,9 +95,9 @@ class BridgeConfig:
     rollout_servers: tuple[str, ...] = ()
     trainer_credentials: ClientCredentials = NONE
     rollout_credentials: ClientCredentials = NONE
-    bytes_per_step: int = _by_device(64 << 20, 1 << 30)
+    bytes_per_step: int | None = None
     device_bytes: int = 2 << 30
-    outbox_bytes: int = _by_device(256 << 20, 2 << 30)
+    outbox_bytes: int | None = None
     states_dtype: str = ""
     transport: str = "auto"
     shared_memory: str = "/dev/shm"
@@ -156,6 +145,8 @@ class BridgeConfig:
             ("seed", 0),
         ):
             value = getattr(self, name)
+            if value is None and name in ("bytes_per_step", "outbox_bytes"):
+                continue
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise RefusedError(name, repr(value), f"a whole number >= {least}", "fix the value")
         for name, bound in (("logit_scale", 1e-9), ("logit_soft_cap", 0.0)):
@@ -177,6 +168,20 @@ class BridgeConfig:
             number = isinstance(value, int | float) and not isinstance(value, bool)
             if not number or not 0 < value < 1e6:
                 raise RefusedError(name, repr(value), "seconds > 0", "fix the value")
+
+    def bounds(self, device: str) -> tuple[int, int]:
+        """``bytes_per_step`` and ``outbox_bytes`` for states on a device of this type.
+
+        Where they are None: 1 GiB (32,768 tokens of a policy of 8 billion parameters) and 2 GiB on
+        "cuda", else 64 MiB and 256 MiB. The first states that are shipped say which: a process may
+        build this for others that have GPUs, and frameworks move a policy after the bridge was
+        built.
+        """
+        step, outbox = (1 << 30, 2 << 30) if device == "cuda" else (64 << 20, 256 << 20)
+        return (
+            step if self.bytes_per_step is None else self.bytes_per_step,
+            outbox if self.outbox_bytes is None else self.outbox_bytes,
+        )
 
 
 def _check_address(name: str, value: object) -> None:

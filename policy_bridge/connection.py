@@ -170,15 +170,19 @@ class Connection:
 
     def _stream(self, header: pb.StreamHeader, session: Session, again: set[str]) -> bool:
         """Send on one stream until it ends. True: the next connection may follow at once."""
-        opened, stalled = time.monotonic(), False
+        opened, ended_here = time.monotonic(), False
         stream = StateStream(self._channel, header, self._on_open, self._on_acks)
         try:
             while stream.is_open and not self._stop.is_set():
+                if self._outbox.outgrown:
+                    # A stream has one file: a larger one comes with the next.
+                    ended_here = True
+                    break
                 if stream.silent_seconds() > self._config.stall_seconds:
                     self._record_error(
                         TimeoutError("the trainer does not answer on its stream of samples")
                     )
-                    stalled = True
+                    ended_here = True
                     break
                 sent = self._send_next(stream, session)
                 self._counters.add(resent_samples=len(again.intersection(sent)))
@@ -189,7 +193,7 @@ class Connection:
         if not self._stop.is_set():
             if stream.error is not None:
                 self._record_error(refused_from(stream.error) or stream.error)
-            elif not stalled and not stream.acknowledged and (short or len(self._outbox)):
+            elif not ended_here and not stream.acknowledged and (short or len(self._outbox)):
                 found = "a stream that the trainer ended without an acknowledgement"
                 step = "see the trainer's log; the bridge goes on trying"
                 self._record_error(
@@ -213,7 +217,7 @@ class Connection:
         if config.transport == "grpc":
             return None, 'transport = "grpc"'
         try:
-            nbytes = file_bytes(config.outbox_bytes)
+            nbytes = file_bytes(self._outbox.capacity_bytes)
             return SharedFile.create(Path(config.shared_memory), nbytes), ""
         except RefusedError as error:
             return None, str(error)
@@ -240,7 +244,7 @@ class Connection:
         credit, layers, knows = stream.credit, first.header.aux_layers, self._announcer.knows
         shared = self._readable_file()
         bound = PIECE_BYTES if shared is None else _BATCH_BYTES
-        flight = flight_bytes(self._config.outbox_bytes) - self._outbox.flight
+        flight = flight_bytes(self._outbox.capacity_bytes) - self._outbox.flight
         message = size = lent = 0
 
         def fits(entry: Entry) -> bool:
@@ -289,7 +293,7 @@ class Connection:
 
     def _wait_to_send(self, stream: StateStream, entry: Entry) -> bool:
         """Wait until a sample may be sent: credit, and no more than its share in flight."""
-        started, most = time.monotonic(), flight_bytes(self._config.outbox_bytes)
+        started, most = time.monotonic(), flight_bytes(self._outbox.capacity_bytes)
         while True:
             shared = self._readable_file()
             size = _message_bytes(entry, shared)

@@ -22,11 +22,17 @@ from typing import TypeVar
 import torch
 
 from slipstream.errors import RefusedError
+from slipstream.shortage import raise_unless_shortage
 
 Job = Callable[[], None]
 T = TypeVar("T")
 JOBS = 2
-"""The most jobs that wait."""
+"""The most jobs that wait for a policy on a CPU, whose own thread does what is beyond them.
+
+On a device there is no such bound: jobs begin when the device has made their states, and a host
+that runs ahead of it may have queued any number of passes. What they hold is bounded in bytes, by
+who submits them.
+"""
 
 GROUP_BYTES = 16 << 20
 """The bound on blocks that are assembled together; a larger block is assembled alone."""
@@ -79,14 +85,19 @@ class Copier:
         On a device, call this on the stream that makes the tensors to be read, ``nbytes`` in all.
 
         Returns:
-            False if too much waits (on a device): then neither was called, nor will be.
+            False if nothing is taken any more, or the device has no memory for an event: then
+            neither was called, nor will be.
 
         Raises:
             RefusedError: what a job before this one raised.
         """
         if (stream := self._stream) is not None:
             ready = torch.cuda.Event()
-            ready.record(torch.cuda.current_stream(stream.device))
+            try:
+                ready.record(torch.cuda.current_stream(stream.device))
+            except RuntimeError as error:
+                raise_unless_shortage(error)
+                return False
 
             def on_stream() -> None:
                 with torch.cuda.stream(stream):
@@ -113,7 +124,8 @@ class Copier:
         return True
 
     def put(self, job: Job, nbytes: int = 0) -> bool:
-        """Run ``job`` soon; False if too many wait or the thread has ended: it will not be run.
+        """Run ``job`` soon; False if it will not be run: too many wait on a CPU, or the thread has
+        ended.
 
         It holds ``nbytes`` of device memory until it has run.
 
@@ -124,7 +136,7 @@ class Copier:
             if self._error is not None:
                 error, self._error = self._error, None
                 raise error
-            if len(self._jobs) >= JOBS or self._closed:
+            if self._closed or (len(self._jobs) >= JOBS and not self.deferred):
                 return False
             if self._thread is None:
                 self._thread = threading.Thread(

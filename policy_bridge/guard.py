@@ -160,7 +160,7 @@ class CaptureGuard:
         refusal = self.refusal(Cause.MODEL, Cause.BRIDGE, Cause.VERSION, Cause.TRAINER)
         if refusal:
             return refusal
-        if not self._config.bytes_per_step:
+        if self._config.bytes_per_step == 0:
             return "bytes_per_step is 0"
         wanted = self.connection.session if self.connection is not None else None
         run_refusal = self._counters.run_refusal

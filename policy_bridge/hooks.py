@@ -23,6 +23,7 @@ from torch import nn
 from policy_bridge.logits import ReturnedLogits, is_sharded
 from policy_bridge.model import PolicyModules, active_adapters, refuse_cuda_graphs
 from slipstream.errors import RefusedError
+from slipstream.shortage import raise_unless_shortage
 
 Look = Callable[[tuple[Any, ...], Mapping[str, Any], Any], None]
 """A function of a call's positional and named arguments and its result (None before the call)."""
@@ -227,7 +228,8 @@ class ForwardTap:
         try:
             # A copy: the loop may write the next pass's ids into the same memory.
             return None if is_sharded(ids) else ids.clone()
-        except torch.OutOfMemoryError:
+        except RuntimeError as error:
+            raise_unless_shortage(error)
             # As in ``_copy_some``: this pass is not compared.
             return None
 
@@ -238,7 +240,8 @@ class ForwardTap:
             return None
         try:
             return self._pick(logits, ids)
-        except torch.OutOfMemoryError:
+        except RuntimeError as error:
+            raise_unless_shortage(error)
             # As in ``_copy_some``: ``ship`` then reads the logits, if they are as they were.
             return None
 
@@ -288,7 +291,8 @@ class ForwardTap:
 def _copy_some(output: object, final: torch.Tensor) -> ReturnedLogits | None:
     try:
         return ReturnedLogits.of(output, final.shape[:2])
-    except torch.OutOfMemoryError:
+    except RuntimeError as error:
+        raise_unless_shortage(error)
         # Raised here it would end the policy's pass; the next one is compared instead.
         return None
 

@@ -123,10 +123,13 @@ class Outbox:
     Args:
         capacity_bytes: bound on the blocks of all samples held.
         counters: where shed samples are counted.
+
+    Attributes:
+        capacity_bytes: the bound; see ``grow``.
     """
 
     def __init__(self, capacity_bytes: int, counters: Counters) -> None:
-        self._capacity = capacity_bytes
+        self.capacity_bytes = capacity_bytes
         self._counters = counters
         self._blocks = BlockFile(SharedFile.anonymous(file_bytes(capacity_bytes)))
         self._changed = threading.Condition()
@@ -142,6 +145,19 @@ class Outbox:
         self._reserved = 0
         self._in_flight = 0
         self._closed = ""  # The reason, once it is closed.
+
+    def grow(self, capacity_bytes: int) -> None:
+        """Raise the bound. A file that the trainer reads has room for it with the next stream."""
+        with self._changed:
+            self.capacity_bytes = max(self.capacity_bytes, capacity_bytes)
+            if self.outgrown and not self._blocks.file.name:
+                self._blocks = BlockFile(SharedFile.anonymous(file_bytes(self.capacity_bytes)))
+
+    @property
+    def outgrown(self) -> bool:
+        """Return whether its file is too small for the bound."""
+        with self._changed:
+            return self._blocks.file.nbytes < file_bytes(self.capacity_bytes)
 
     def takes(self, nbytes: int, version: int, priority: int) -> bool:
         """Return whether ``put`` would take a sample not copied yet; False is counted as shed."""
@@ -182,7 +198,7 @@ class Outbox:
             known, blocks.lost = blocks.lost, True
             current = self._blocks is blocks
             if current:
-                self._blocks = BlockFile(SharedFile.anonymous(file_bytes(self._capacity)))
+                self._blocks = BlockFile(SharedFile.anonymous(file_bytes(self.capacity_bytes)))
             self._changed.notify_all()
         # One of an earlier stream says nothing about how this one sends.
         if current and not known and blocks.file.name:
@@ -211,7 +227,7 @@ class Outbox:
         with self._changed:
             shared = bool(self._blocks.file.name)
         if shared:
-            self.move_to(SharedFile.anonymous(file_bytes(self._capacity)))
+            self.move_to(SharedFile.anonymous(file_bytes(self.capacity_bytes)))
         return shared
 
     def peek(self, timeout: float) -> Entry | None:
@@ -338,7 +354,7 @@ class Outbox:
         with self._changed:
             reason = self._shed_reason(nbytes, key)
             while not reason:
-                fits = self._capacity - self._bytes - self._reserved >= nbytes
+                fits = self.capacity_bytes - self._bytes - self._reserved >= nbytes
                 offset = self._blocks.free.take(nbytes) if fits else None
                 if offset is not None:
                     header.packed.span.offset = offset
@@ -373,9 +389,9 @@ class Outbox:
         """The reason to shed a sample, even if all that is less than it were shed; or empty."""
         if self._closed:
             return self._closed
-        if nbytes > self._capacity:
+        if nbytes > self.capacity_bytes:
             return "too_large"
-        free = self._capacity - self._bytes - self._reserved
+        free = self.capacity_bytes - self._bytes - self._reserved
         if free < nbytes:
             free += sum(size for other, size in self._sizes.items() if other < key)
         return "outbox_full" if free < nbytes else ""

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from numpy.typing import NDArray
 
 from slipstream.errors import RefusedError
@@ -151,6 +152,22 @@ def windows(
             )
         fresh = end
     return found
+
+
+def aligned(name: str, values: torch.Tensor | None, shape: tuple[int, ...]) -> torch.Tensor | None:
+    """Values [B, S], detached, a missing first column padded with 0.
+
+    Raises RefusedError: they have another shape.
+    """
+    if values is None:
+        return None
+    values = values.detach()
+    if tuple(values.shape) == (shape[0], shape[1] - 1):
+        return F.pad(values, (1, 0))
+    if tuple(values.shape) != shape:
+        expected = f"{list(shape)} (or without the first column)"
+        raise RefusedError(name, list(values.shape), expected, "align it with input_ids")
+    return values
 
 
 def spans_of(

@@ -26,6 +26,7 @@ from policy_bridge.model import PolicyModules, full_tensor
 from slipstream.client import MAX_MESSAGE_BYTES
 from slipstream.errors import OVERLOADED, RefusedError, refused_from
 from slipstream.layers import check_layers
+from slipstream.shortage import raise_unless_shortage
 from slipstream.tensors import bytes_of, check_schema, dtype_to_wire, frame_chunk
 from slipstream.v1 import draft_trainer_pb2 as pb
 from slipstream.v1 import tensor_pb2
@@ -385,7 +386,8 @@ class PolicyMatrices:
                 whole = full_tensor(head)
                 head, embed = whole, whole if embed is head else full_tensor(embed)
                 bias = None if bias is None else full_tensor(bias)
-            except torch.OutOfMemoryError as error:
+            except RuntimeError as error:
+                raise_unless_shortage(error)
                 # Raise: if this rank skipped the collective, the others would hang in it.
                 raise MemoryError(
                     "no device memory to gather lm_head and the embeddings, which every rank does "

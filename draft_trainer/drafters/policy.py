@@ -13,6 +13,7 @@ from torch import Tensor
 from draft_trainer.drafters.ops import product
 from slipstream.errors import RefusedError, StatusCode
 from slipstream.sampling import LogitForm
+from slipstream.shortage import raise_unless_shortage
 from slipstream.tensors import digest
 from slipstream.v1 import release_pb2
 
@@ -166,7 +167,8 @@ class PolicyHeads:
                     self._on_device.popitem(last=False)
                 try:
                     copies = _Copies.made(of, bias, device)
-                except torch.OutOfMemoryError:
+                except RuntimeError as error:
+                    raise_unless_shortage(error)
                     # Rows of other versions take the space, and can be copied again.
                     self._on_device.clear()
                     copies = _Copies.made(of, bias, device)

@@ -36,6 +36,9 @@ the largest |y| (over T)."""
 
 _ROUNDING = {torch.float32: 1e-4, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
 _SLICE = 1 << 13  # rows of lm_head at once
+_CONVERTED_BYTES = 8 << 20
+"""The bound on rows in another type than lm_head has, at once: larger ones leave the processor's
+caches, and the allocator maps them anew each time."""
 
 
 @dataclass(frozen=True)
@@ -136,14 +139,17 @@ def _log_sums(
     found = torch.full((count,), torch.nan, dtype=torch.float32)
     largest = torch.zeros(count, dtype=torch.float32)
     column, known = map(torch.from_numpy, _find(ids.numpy(), tokens.numpy()))
-    for start in range(0, len(ids), _SLICE):
-        part = slice(start, start + _SLICE)
+    size, rows = _SLICE, head.lm_head_rows
+    if rows.dtype != dtype:
+        size = max(1, min(size, _CONVERTED_BYTES // (rows.shape[1] * dtype.itemsize)))
+    for start in range(0, len(ids), size):
+        part = slice(start, start + size)
         bias = None if head.lm_head_bias is None else head.lm_head_bias[part]
-        piece = replace(head, lm_head_rows=head.lm_head_rows[part], lm_head_bias=bias)
+        piece = replace(head, lm_head_rows=rows[part], lm_head_bias=bias)
         logits = policy_logits(hidden, piece, dtype).float()
         log_sum = torch.logaddexp(log_sum, (logits / temperature[:, None]).logsumexp(1))
         largest = torch.maximum(largest, logits.abs().amax(1))
-        here = (known & (column >= start) & (column < start + _SLICE)).nonzero().flatten()
+        here = (known & (column >= start) & (column < start + size)).nonzero().flatten()
         found[here] = logits[here, column[here] - start]
     return log_sum, found, largest
 

@@ -54,6 +54,7 @@ from draft_trainer.releases.pointer import PointerStore
 from draft_trainer.releases.registry import Registry
 from slipstream.errors import RefusedError
 from slipstream.sample import Sample
+from slipstream.shortage import raise_unless_shortage
 from slipstream.v1 import release_pb2
 
 logger = logging.getLogger(__name__)
@@ -314,6 +315,9 @@ class Gate:
     """Compares drafts with the promoted release on a run's held-out states, and keeps the results.
 
     Thread-safe; one comparison at a time.
+
+    Attributes:
+        stream: of a GPU, on which training frees what a comparison uses; None on a CPU.
     """
 
     config: TrainerConfig
@@ -321,6 +325,7 @@ class Gate:
     pointer: PointerStore
     counters: Counters
     drafting: Callable[[], tuple[int, Method]]
+    stream: torch.cuda.Stream | None = None
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _incumbent: tuple[int, Draft] | None = None
 
@@ -347,7 +352,7 @@ class Gate:
             The result, and which of the drafts it is of, as ``compare``.
         """
         best = 0
-        with self._lock:
+        with self._lock, torch.cuda.stream(self.stream):
             version, incumbent = self._promoted()
             try:
                 compared = self._with_room(partial(self._compared, candidates, incumbent, run))
@@ -368,7 +373,8 @@ class Gate:
         for tokens in (PASS_TOKENS, PASS_TOKENS // 2):
             try:
                 return action(tokens)
-            except torch.OutOfMemoryError as error:
+            except RuntimeError as error:
+                raise_unless_shortage(error)
                 self.counters.device_memory.labels("gate").inc()
                 logger.warning("out of memory in a gate's passes of %d tokens: %s", tokens, error)
             # Not in the handler: the exception holds what the pass held.

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import torch
 from safetensors import SafetensorError
 
 from draft_trainer.config import DraftConfig
@@ -88,6 +89,7 @@ class Imports:
     pointer: PointerStore
     bounds: DraftConfig
     on_promoted: Callable[[], None]
+    wake: Callable[[], object]
 
     def take(
         self, header: pb.ImportHeader, chunks: Iterable[tensor_pb2.TensorChunk]
@@ -105,6 +107,10 @@ class Imports:
             with TemporaryDirectory(prefix=".staging-", dir=self.registry.root) as folder:
                 self._receive(header, chunks, Path(folder))
                 return self._release(Path(folder), header.origin, run)
+        except torch.AcceleratorError:
+            # The training thread finds what has failed, and ends the process.
+            self.wake()
+            raise
         except (OSError, SafetensorError) as error:
             raise RefusedError(
                 "registry",

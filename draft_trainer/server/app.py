@@ -47,16 +47,18 @@ from draft_trainer.server.service import (
 from draft_trainer.server.status import SNAPSHOT_SECONDS, FleetView, Status
 from draft_trainer.server.web import serve_web
 from draft_trainer.training.cores import core_seconds, training_nice
-from draft_trainer.training.device import training_device
+from draft_trainer.training.device import own_stream, training_device
 from draft_trainer.training.economy import Economy
 from draft_trainer.training.learner import Learner
 from draft_trainer.training.loop import TrainingLoop
 from draft_trainer.training.training_state import LearnerStates, head_facts
 from slipstream.client import MAX_MESSAGE_BYTES
+from slipstream.errors import RefusedError
 from slipstream.metrics import code_version
 from slipstream.serving.limits import Guard, Limit
 from slipstream.serving.server import GrpcServer, LoopThread, Workers
 from slipstream.shm import remove_stale
+from slipstream.shortage import raise_unless_shortage
 from slipstream.v1 import draft_trainer_pb2_grpc as pb_grpc
 
 logger = logging.getLogger(__name__)
@@ -87,9 +89,17 @@ class TrainerServer:
         self._close_samples: Callable[[], None] = lambda: None
         try:
             self._build(registry, device)
-        except BaseException:
+        except BaseException as error:
             self._close_samples()
             registry.close()
+            if isinstance(error, RuntimeError):
+                raise_unless_shortage(error)
+                raise RefusedError(
+                    "training.device",
+                    f"{device} with too little free memory ({error})",
+                    "room for the draft, its moments and their average",
+                    "free some of its memory, or choose another device",
+                ) from error
             raise
 
     def _build(self, registry: Registry, device: torch.device) -> None:
@@ -115,8 +125,10 @@ class TrainerServer:
             config.training.state_seconds,
             self._store.saved,
         )
-        learner = Learner(head.to(device), config.training)
-        resumed = states.resume(learner, newest.draft_version)
+        stream = own_stream(device)
+        with torch.cuda.stream(stream):
+            learner = Learner(head.to(device), config.training)
+            resumed = states.resume(learner, newest.draft_version)
         self._store.rewind(resumed.draws, newest.draft_version)
         arrived = threading.Event()
         expected = Expected(
@@ -167,7 +179,8 @@ class TrainerServer:
             else None,
         )
         self._reconciler = Reconciler(self.publisher, self._watch)
-        gate = Gate(config, registry, self._pointer, self._counters, self._fleet.drafting)
+        drafting = self._fleet.drafting
+        gate = Gate(config, registry, self._pointer, self._counters, drafting, stream)
         self.loop = TrainingLoop(
             learner,
             states,
@@ -178,6 +191,7 @@ class TrainerServer:
             arrived,
             on_release=self._reconciler.released,
             on_death=self._training_died,
+            stream=stream,
         )
         self._workers = Workers(workers_for(server), "server")
         self._service = DraftTrainerService(
@@ -191,6 +205,7 @@ class TrainerServer:
             Imports(
                 *(registry, self.runs, gate, self._pointer, config.draft),
                 on_promoted=self._reconciler.released,
+                wake=arrived.set,
             ),
             self.status,
             self._workers,

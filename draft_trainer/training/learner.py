@@ -20,6 +20,7 @@ from draft_trainer.training.optimizer import DraftOptimizer, Schedule
 from draft_trainer.training.pace import Pace
 from slipstream.errors import RefusedError
 from slipstream.sample import Sample
+from slipstream.shortage import raise_unless_shortage
 from slipstream.v1 import release_pb2
 
 _COUNTERS = ("steps", "steps_skipped", "anchors_trained", "steps_since_restart")
@@ -132,7 +133,11 @@ class Learner:
         """
         started = time.perf_counter()
         steps, samples = self.config.ttt_steps, self._within_the_window(samples)
-        parts = list(self._collated(samples, policy_heads))
+        try:
+            parts = list(self._collated(samples, policy_heads))
+        except RuntimeError as error:
+            raise_unless_shortage(error)
+            raise _no_memory("too little page-locked memory for a step's samples") from error
         counts = torch.zeros(steps, dtype=torch.int64)
         for _, valid in parts:
             counts += valid.flatten(1).sum(1)
@@ -143,13 +148,7 @@ class Learner:
             self._resize(max(self._pass_tokens // 2, least))
             totals = self._passes(self._collated(samples, policy_heads), counts.clamp(min=1))
         if totals is None:
-            raise RefusedError(
-                "device_memory",
-                f"too little for {self._pass_tokens} tokens",
-                "room for half a pass",
-                "lower training.forward_tokens, or what else is on the device",
-                reason=release_pb2.REFUSAL_REASON_DEVICE_MEMORY,
-            )
+            raise _no_memory(f"too little for {self._pass_tokens} tokens")
         norm = self._optimizer.gradient_norm()
         sums = totals[1:].view(steps, len(METRICS))
         means = sums / torch.where(counts > 0, counts, torch.nan)[:, None]
@@ -315,7 +314,8 @@ class Learner:
             for batch, valid in parts:
                 totals += self._backward(batch, valid, denominators)
             return totals.cpu()
-        except torch.OutOfMemoryError as error:
+        except RuntimeError as error:
+            raise_unless_shortage(error)
             logger.warning("out of memory in passes of %d tokens: %s", self._pass_tokens, error)
         except RefusedError:
             # A second try reads the policy versions again, and one may be gone.
@@ -356,3 +356,13 @@ class Learner:
             return averaged
         begin = dict(served.named_parameters())
         return {n: begin[n].to(w.device, w.dtype).lerp(w, share) for n, w in averaged.items()}
+
+
+def _no_memory(found: str) -> RefusedError:
+    return RefusedError(
+        "device_memory",
+        found,
+        "room for half a pass",
+        "lower training.forward_tokens, or what else is on the device",
+        reason=release_pb2.REFUSAL_REASON_DEVICE_MEMORY,
+    )

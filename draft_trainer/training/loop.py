@@ -27,10 +27,12 @@ from draft_trainer.releases.gate import Gate
 from draft_trainer.releases.pointer import PointerStore
 from draft_trainer.releases.registry import Registry
 from draft_trainer.training.cores import training_nice
+from draft_trainer.training.device import make_handles
 from draft_trainer.training.economy import Economy
 from draft_trainer.training.learner import Learner
 from draft_trainer.training.training_state import LearnerStates, Position
 from slipstream.errors import RefusedError
+from slipstream.shortage import raise_unless_shortage
 from slipstream.v1 import release_pb2
 
 logger = logging.getLogger(__name__)
@@ -63,6 +65,7 @@ class TrainingLoop:
         on_release: called after every new release.
         on_death: told when the thread ends without having been stopped, after its traceback was
             printed; training does not resume.
+        stream: see ``own_stream``.
     """
 
     learner: Learner
@@ -78,6 +81,7 @@ class TrainingLoop:
     arrived: threading.Event
     on_release: Callable[[], None]
     on_death: Callable[[], None]
+    stream: torch.cuda.Stream | None = None
     _stopping: threading.Event = field(default_factory=threading.Event, init=False)
     _steps_since_candidate: int = field(default=0, init=False)
     _first_step_at: float = field(default_factory=time.monotonic, init=False)
@@ -109,13 +113,20 @@ class TrainingLoop:
             nice = training_nice(self.config.training.nice)
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), nice)
         torch.set_num_threads(self.config.training.threads)
+        reason = "the training thread ended with an error"
         try:
-            self._train()
-            self.states.save_last(self.learner, self.position)
+            with torch.cuda.stream(self.stream):
+                self._make_handles()
+                self._train()
+                self.states.save_last(self.learner, self.position)
+        except torch.AcceleratorError as error:
+            # Every later call on the device would fail, too.
+            reason += f": {str(error).partition(chr(10))[0]}"
+            raise
         finally:
             if not self._stopping.is_set():
                 self.counters.training_goes_on()
-                self.counters.training_error = "the training thread ended with an error"
+                self.counters.training_error = reason
                 self.on_death()
 
     def _train(self) -> None:
@@ -186,6 +197,18 @@ class TrainingLoop:
             enough = self._steps_since_candidate >= learner.pace.steps_per_candidate(config)
             if enough or seconds >= config.candidate_seconds:
                 self._consider(run)
+
+    def _make_handles(self) -> None:
+        while not self._stopping.is_set():
+            try:
+                make_handles(self.learner.head.device)
+            except RuntimeError as error:
+                raise_unless_shortage(error)
+                self._wait_for_memory(f"the device has no memory for handles: {error}")
+            else:
+                self._retry_s = _RETRY_S
+                self.counters.training_goes_on()
+                return
 
     def _wait_for_memory(self, error: str) -> None:
         """Longer every time, so that what shares the device is left alone."""
@@ -270,7 +293,8 @@ class TrainingLoop:
         passed = result.outcome == "passed"
         try:
             candidate = learner.snapshot(served=served, share=shares[best]) if passed else None
-        except torch.OutOfMemoryError as error:
+        except RuntimeError as error:
+            raise_unless_shortage(error)
             logger.error("the release was not written: %s", error)
             self.gate.record(result, not_written=f"too little device memory: {error}")
             return None
@@ -321,6 +345,9 @@ class TrainingLoop:
 
     def _sleep(self) -> None:
         """Until samples arrive; then until none arrived for ``linger_s``, to fill a batch."""
+        if self.stream is not None:
+            # A device that has failed ends the process now, not when samples arrive.
+            self.stream.synchronize()
         self.counters.idle = True
         self.arrived.wait()
         self.arrived.clear()

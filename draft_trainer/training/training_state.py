@@ -28,6 +28,7 @@ from draft_trainer.drafters import DraftShape
 from draft_trainer.files import SAFETENSORS_PART, written_whole
 from draft_trainer.training.learner import Learner
 from slipstream.errors import RefusedError, StatusCode
+from slipstream.shortage import raise_unless_shortage
 from slipstream.tensors import bytes_of
 
 logger = logging.getLogger(__name__)
@@ -382,7 +383,14 @@ class LearnerStates:
         if not self._store.wait(_WAIT_S):
             logger.error("the training state of step %d was not written in time", learner.steps)
             return
-        tensors, copied = self._copies.take(learner.tensors, learner.head.device)
+        try:
+            tensors, copied = self._copies.take(learner.tensors, learner.head.device)
+        except RuntimeError as error:
+            raise_unless_shortage(error)
+            # Training goes on without it; the next one may find memory.
+            logger.error("the training state of step %d was not saved: %s", learner.steps, error)
+            self._saved_time = time.monotonic()
+            return
         ready = copied.synchronize if copied is not None else lambda: None
         if copied is not None:
             learner.change_after(copied)

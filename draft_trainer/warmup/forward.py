@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 from draft_trainer.warmup.rollouts import Rollout
 from policy_bridge.capture import Capture, NullCapture
 from slipstream.errors import RefusedError
+from slipstream.shortage import raise_unless_shortage
 
 PASS_TOKENS = 8192
 """The most tokens of one pass, padding included, but for a rollout that is longer."""
@@ -79,7 +80,8 @@ def forward(
                 sample_ids=[str(one.number) for one in rollouts],
             )
         _check_same_policy(logits, rollouts, temperature)
-    except torch.OutOfMemoryError as error:
+    except RuntimeError as error:
+        raise_unless_shortage(error)
         raise no_memory(ids.numel()) from error
 
 

@@ -74,7 +74,7 @@ def test_compose_shared_memory_fits_the_bridge() -> None:
     assert options["type"] == "tmpfs"
     values = dict(part.split("=") for part in options["o"].split(","))
     # The file of one bridge, and what it holds in the one before while it moves there.
-    outbox = BridgeConfig("trainer:1", "run").outbox_bytes
+    outbox = BridgeConfig("trainer:1", "run").bounds("cpu")[1]
     assert size(values["size"]) >= file_bytes(outbox) + outbox
     assert values["uid"] == "10001" and values["mode"] == "0700"
     for name in ("policy", "draft-trainer"):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 
 import pytest
-import torch
 
 from draft_trainer.cli.main import parse
 from examples.torch_loop.options import build_parser
@@ -71,9 +70,7 @@ def test_manifests_trainer_publishes_to_stateful_set(manifests: list[Manifest]) 
     assert lengths == [str(trainer_config(manifests).publish.num_speculative_tokens)]
 
 
-def test_manifests_shared_memory_fits_the_bridge(
-    manifests: list[Manifest], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_manifests_shared_memory_fits_the_bridge(manifests: list[Manifest]) -> None:
     server = trainer_config(manifests).server
     pod = dict(pods(manifests))["policy"]
     (volume,) = [v for v in pod["volumes"] if v["name"] == "ring"]
@@ -81,8 +78,7 @@ def test_manifests_shared_memory_fits_the_bridge(
     room = size(volume["emptyDir"]["sizeLimit"])
     # The file of each GPU's bridge, and what it holds in the one before while it moves there.
     devices = gpus(container(manifests, "policy"))
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: devices > 0)
-    outbox = BridgeConfig("trainer:1", "run").outbox_bytes
+    outbox = BridgeConfig("trainer:1", "run").bounds("cuda" if devices else "cpu")[1]
     assert room >= (devices or 1) * (file_bytes(outbox) + outbox)
     for name in ("policy", "draft-trainer"):
         mounted = {m["name"]: m["mountPath"] for m in container(manifests, name)["volumeMounts"]}

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import yaml
 
 from draft_trainer.config_file import parse_config
@@ -61,9 +60,7 @@ def test_ray_job_matches_kuberay_schema() -> None:
     assert f"ray[default]=={CLUSTER['rayVersion']}" in image
 
 
-def test_ray_fleet_fits_cluster_and_trainer_config(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_ray_fleet_fits_cluster_and_trainer_config() -> None:
     program, command, *arguments = shlex.split(JOB["spec"]["entrypoint"])
     assert (program, command) == ("rollout-server", "fleet")
     options, serve = build_parser().parse_known_args(arguments)
@@ -94,12 +91,12 @@ def test_ray_fleet_fits_cluster_and_trainer_config(
     shared_folders = {str(options.members.parent), str(TRAINER.draft.registry.parent)}
     assert shared_folders <= mounted[0] & mounted[1]
     # A file for the bridge on each of the policy's GPUs, and the one that it moves from.
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     bridge = BridgeConfig(address, "run")
     assert bridge.shared_memory == TRAINER.server.shared_memory
     volumes = groups()["head"]["template"]["spec"]["volumes"]
     (shared,) = (size(v["emptyDir"]["sizeLimit"]) for v in volumes if v["name"] == "shm")
-    files = gpus(head) * (file_bytes(bridge.outbox_bytes) + bridge.outbox_bytes)
+    outbox = bridge.bounds("cuda")[1]
+    files = gpus(head) * (file_bytes(outbox) + outbox)
     # Ray takes the memory of its objects there too, up to nearly all of it where none is given.
     assert shared > files + int(groups()["head"]["rayStartParams"]["object-store-memory"])
     assert shared < size(head["resources"]["limits"]["memory"])

@@ -12,6 +12,7 @@ from draft_trainer.drafters.policy import PolicyHead, PolicyHeads
 from draft_trainer.ingest.policies import MatrixFiles
 from slipstream.errors import RefusedError, StatusCode
 from slipstream.tensors import digest
+from tests.gpu.shortages import shortage
 
 
 def test_policy_matrices_are_files_by_sha256(tmp_path: Path) -> None:
@@ -75,7 +76,7 @@ def test_policy_heads_make_room_on_a_device(monkeypatch: pytest.MonkeyPatch) -> 
     ) -> object:
         copied.append(store._device_bytes())
         if store._device_bytes() + rows.nbytes > room:
-            raise torch.OutOfMemoryError("CUDA out of memory")
+            raise shortage("beside the allocator")
         return made(rows, bias, device)
 
     monkeypatch.setattr(policy._Copies, "made", on_a_small_device)

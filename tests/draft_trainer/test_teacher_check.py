@@ -13,6 +13,7 @@ from torch import Tensor
 
 from draft_trainer.drafters.loss import step_weights, ttt_objective, valid_targets
 from draft_trainer.drafters.policy import PolicyHead, PolicyHeads
+from draft_trainer.ingest import teacher
 from draft_trainer.ingest.teacher import ROWS, TeacherCheck
 from draft_trainer.kernels.library import Mode, using_kernels
 from slipstream.sample import Sample
@@ -206,6 +207,26 @@ def test_teacher_check_judges_samples_one_by_one() -> None:
     short = made(rows).repacked(loss_mask=torch.arange(TOKENS) == 9)
     (one,) = TeacherCheck(EVERY).check([short], head(rows))
     assert one.refusal is None and ROWS > 1
+
+
+def test_lm_head_is_converted_in_small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The policy keeps bfloat16 and has float32 logits."""
+    kept, pieces, logits = weights()[0].bfloat16(), list[int](), teacher.policy_logits
+    sample = made(kept.float())
+
+    def noted(hidden: Tensor, piece: PolicyHead, dtype: torch.dtype) -> Tensor:
+        pieces.append(len(piece.lm_head_rows))
+        return logits(hidden, piece, dtype)
+
+    monkeypatch.setattr(teacher, "policy_logits", noted)
+    monkeypatch.setattr(teacher, "_CONVERTED_BYTES", 5 * HIDDEN * 4 + 3)
+    (found,) = TeacherCheck(EVERY).check([sample], head(kept))
+    assert found.refusal is None and abs(found.mass - 1) < 2e-3
+    assert max(pieces) == 5 and sum(pieces) == VOCAB
+    pieces.clear()
+    (same,) = TeacherCheck(EVERY).check([sample], head(kept.float()))
+    assert same.mass == pytest.approx(found.mass, rel=1e-6)
+    assert pieces == [VOCAB], "nothing to convert"
 
 
 def test_service_refuses_wrong_teacher_and_goes_on(tmp_path: Path) -> None:

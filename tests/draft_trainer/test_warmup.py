@@ -33,6 +33,7 @@ from tests.draft_trainer.warmup_rig import (
     report,
     write_rollouts,
 )
+from tests.gpu.shortages import shortage
 
 Capture = pytest.CaptureFixture[str]
 
@@ -273,7 +274,7 @@ def test_warmup_without_device_memory_is_refused(
     place: str,
 ) -> None:
     def full(*_: object, **__: object) -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory")
+        raise shortage("handle")
 
     name = place
     if place == "the policy's forward":

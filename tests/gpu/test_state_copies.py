@@ -15,6 +15,7 @@ from draft_trainer.training import training_state as state_module
 from draft_trainer.training.learner import Learner
 from draft_trainer.training.training_state import HostCopies, LearnerStates, Position, StateStore
 from tests.draft_trainer.synthetic import Policy, head
+from tests.gpu.shortages import shortage
 
 CONFIG = TrainingConfig(ttt_steps=3, warmup_steps=0)
 
@@ -82,6 +83,32 @@ def test_step_and_writer_wait_for_state_copies(tmp_path: Path, log: list[str]) -
     found = StateStore(tmp_path / "training-state", {}).load()
     assert found is not None and found.position["draws"] == 1
     assert all(torch.equal(found.tensors[name], value) for name, value in expected.items())
+
+
+def test_state_without_page_locked_memory_is_left_out(
+    tmp_path: Path,
+    log: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    policy, learner, saved = Policy(), Learner(head(0), CONFIG), list[int]()
+    states = LearnerStates(tmp_path, {}, 1, on_saved=saved.append)
+    empty = torch.empty
+
+    def short(*size: Any, **options: Any) -> torch.Tensor:
+        if "pin_memory" in options:
+            raise shortage("page-locked")
+        return empty(*size, **options)
+
+    with monkeypatch.context() as full:
+        full.setattr(torch, "empty", short)
+        learner.step(policy.samples(8), policy.heads())
+        states.after_step(learner, Position(0, "run", 1))
+    assert "the training state of step 1 was not saved: CUDA error: out of memory" in caplog.text
+    learner.step(policy.samples(8), policy.heads())
+    states.after_step(learner, Position(0, "run", 2))
+    assert states._store is not None and states._store.wait(60.0)
+    assert saved == [2]
 
 
 @pytest.mark.parametrize("change", ["settle", "restart_optimizer", "load"])

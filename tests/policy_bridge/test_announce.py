@@ -14,6 +14,7 @@ from policy_bridge import session as announce
 from slipstream.errors import RefusedError
 from slipstream.tensors import frame_chunk
 from slipstream.v1 import draft_trainer_pb2 as pb
+from tests.gpu.shortages import shortage
 
 from .conftest import Connect, batch, deliver, ship, sync
 from .doubles import DEADLINE, FakeTrainer
@@ -195,7 +196,7 @@ def test_sync_out_of_device_memory_skips_capture_of_version(
     trainer: FakeTrainer, connect: Connect, model: torch.nn.Module, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*_: object) -> None:
-        raise torch.OutOfMemoryError("seeded by a test")
+        raise shortage("page-locked")
 
     bridge = connect(strict=True)
     with monkeypatch.context() as patched:

@@ -9,21 +9,27 @@ import gc
 import random
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from copy import deepcopy
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from policy_bridge import ModulePaths, extraction, hooks
+from policy_bridge import BridgeConfig, ModulePaths, extraction, hooks
 from policy_bridge.capture import Capture
-from policy_bridge.copier import JOBS, Copier
+from policy_bridge.copier import Copier
+from policy_bridge.outbox import file_bytes
 from policy_bridge.selection import Spent, bytes_per_token
 from slipstream.errors import RefusedError
 from slipstream.sample import Sample
+from slipstream.shm import SharedFile
+from tests.gpu.shortages import SHORTAGES, shortage
 from tests.tiny import tiny_qwen3
+from tests.waiting import until
 
 from .conftest import Connect, batch, deliver, make_model
 from .doubles import DEADLINE, FakeTrainer
@@ -139,18 +145,15 @@ def test_window_exception_during_thinning_leaves_thread_alive(
     assert not side.died and capture._kept == {}
 
 
-def test_choice_shed_as_too_late_frees_kept_states(side: Copier) -> None:
+def test_choice_that_nobody_makes_frees_kept_states(side: Copier) -> None:
     model, data = tiny_qwen3().eval(), batch((ROW,) * 2)
     windows = Windows(model)
     with windows.open(copier=side, device_bytes=2 * STATES) as capture:
         run(capture, model, data, rows=2)
         assert len(capture._kept) == 1
-        go_on = hold(side)
-        for _ in range(JOBS):
-            assert side.put(lambda: None)
+        side.close()
     assert windows.counters.snapshot().shed == {"copies_behind": 1}
     assert capture._kept == {}
-    go_on.set()
 
 
 def test_passes_beyond_device_bytes_are_shed_while_copies_lag(side: Copier) -> None:
@@ -168,6 +171,41 @@ def test_passes_beyond_device_bytes_are_shed_while_copies_lag(side: Copier) -> N
     assert len(windows.samples) >= 2
 
 
+@pytest.mark.parametrize("windows_of", [1, 8])
+@pytest.mark.parametrize("known", [False, True])
+def test_host_ahead_of_its_device_sheds_nothing(side: Copier, known: bool, windows_of: int) -> None:
+    """Eight passes are queued before the device has made the first; their states fit."""
+    model, data = tiny_qwen3().eval(), batch((ROW,) * 2)
+    windows = Windows(model)
+    go_on = hold(side)
+    for _ in range(8 // windows_of):
+        forwards = windows_of if known else None
+        with windows.open(copier=side, device_bytes=32 * STATES, forwards=forwards) as capture:
+            for _ in range(windows_of):
+                run(capture, model, data, wait=False)
+    assert side.nbytes == 16 * STATES and windows.samples == []
+    go_on.set()
+    assert side.wait_idle(DEADLINE)
+    assert windows.counters.snapshot().shed == {} and side.nbytes == 0
+    assert len(windows.samples) == 16
+
+
+def test_states_kept_by_the_window_before_count_until_it_has_chosen(side: Copier) -> None:
+    model, data = tiny_qwen3().eval(), batch((ROW,) * 4)
+    windows = Windows(model)
+    with windows.open(copier=side, device_bytes=4 * STATES) as before:
+        run(before, model, data, rows=4)
+        assert before._kept_bytes == 2 * STATES
+        go_on = hold(side)
+    with windows.open(copier=side, device_bytes=4 * STATES) as after:
+        run(after, model, data, rows=1, wait=False)
+        assert before._kept_bytes + sum(r.nbytes for r in after._records) == 4 * STATES
+    assert windows.counters.snapshot().shed == {"device_full": 2}
+    go_on.set()
+    assert side.wait_idle(DEADLINE)
+    assert len(windows.samples) == 4 and side.nbytes == 0
+
+
 def test_late_choice_spends_remaining_budget(side: Copier) -> None:
     model, data = tiny_qwen3().eval(), batch((ROW,) * 2)
     windows, spent = Windows(model, budget_bytes=3 * ROW * TOKEN), Spent()
@@ -183,14 +221,22 @@ def test_late_choice_spends_remaining_budget(side: Copier) -> None:
     assert windows.counters.snapshot().chosen_samples == len(windows.samples) == 3
 
 
+def _short(kind: str) -> Callable[..., None]:
+    def fail(*_: object, **__: object) -> None:
+        raise shortage(kind)
+
+    return fail
+
+
+@pytest.mark.parametrize("kind", SHORTAGES)
 def test_thinning_out_of_memory_sheds_and_window_goes_on(
-    copier: Copier, monkeypatch: pytest.MonkeyPatch
+    copier: Copier, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     model, data = tiny_qwen3().eval(), batch((ROW,) * 4)
     windows = Windows(model)
     with windows.open(copier=copier, device_bytes=2 * STATES) as capture:
         with monkeypatch.context() as full:
-            full.setattr(extraction.Record, "part", _out_of_memory)
+            full.setattr(extraction.Record, "part", _short(kind))
             run(capture, model, data, rows=2)
         assert windows.counters.snapshot().shed == {"device_memory": 4}
         run(capture, model, data, rows=2)
@@ -198,9 +244,12 @@ def test_thinning_out_of_memory_sheds_and_window_goes_on(
     assert len(windows.samples) == 1
 
 
-@pytest.mark.parametrize("place", ["without_logits", "fill"])
+@pytest.mark.parametrize(
+    ("place", "kind"),
+    [("without_logits", "allocator"), ("without_logits", "handle"), ("fill", "page-locked")],
+)
 def test_out_of_device_memory_costs_window_not_run(
-    trainer: FakeTrainer, connect: Connect, monkeypatch: pytest.MonkeyPatch, place: str
+    trainer: FakeTrainer, connect: Connect, monkeypatch: pytest.MonkeyPatch, place: str, kind: str
 ) -> None:
     """Passes that were shipped before are counted too."""
     model, data = make_model(), batch((9, 12))
@@ -210,7 +259,7 @@ def test_out_of_device_memory_costs_window_not_run(
             for _ in range(2):
                 model(data["input_ids"])
                 capture.ship(**data)
-                full.setattr(f"policy_bridge.capture.{place}", _out_of_memory)
+                full.setattr(f"policy_bridge.capture.{place}", _short(kind))
         assert bridge.flush(DEADLINE)
     assert bridge.stats().shed == {"device_memory": 4}
     deliver(bridge, model, data)
@@ -228,7 +277,7 @@ def test_copy_failure_counts_each_sample_once(monkeypatch: pytest.MonkeyPatch, e
         filled.append(sample)
         if len(filled) == 2:
             if error == "memory":
-                raise torch.OutOfMemoryError("seeded by a test")
+                raise shortage("page-locked")
             raise RefusedError("hidden_states", "written in place", "none", "seeded by a test")
         extraction.fill(sample, chosen)
 
@@ -249,22 +298,37 @@ def test_copy_failure_counts_each_sample_once(monkeypatch: pytest.MonkeyPatch, e
     assert stats.shed == {"outbox_full": 1, reason: 2}
 
 
-def _out_of_memory(*_: object, **__: object) -> None:
-    raise torch.OutOfMemoryError("seeded by a test")
-
-
-def test_out_of_memory_in_hook_does_not_end_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", SHORTAGES)
+def test_out_of_memory_in_hook_does_not_end_forward(
+    monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
     model, data = tiny_qwen3().eval(), batch((9, 7))
     windows = Windows(model)
     with windows.open() as capture:
         with monkeypatch.context() as full:
-            full.setattr(hooks.ReturnedLogits, "of", _out_of_memory)
+            full.setattr(hooks.ReturnedLogits, "of", _short(kind))
             run(capture, model, data)
         # Compared with the next pass instead.
         assert capture.probe
         run(capture, model, data)
         assert not capture.probe
     assert len(windows.samples) == 4
+
+
+def test_event_without_memory_costs_pass_not_run(
+    side: Copier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, data = tiny_qwen3().eval(), batch((9, 7))
+    windows = Windows(model)
+    with windows.open(copier=side, forwards=2) as capture:
+        with monkeypatch.context() as full:
+            event = SimpleNamespace(record=_short("beside the allocator"))
+            full.setattr(torch.cuda, "Event", lambda: event)
+            run(capture, model, data)
+        assert windows.counters.snapshot().shed == {"copies_behind": 2}
+        run(capture, model, data)
+    assert side.wait_idle(DEADLINE)
+    assert len(windows.samples) == 2
 
 
 def test_ship_copies_arguments_that_loop_overwrites(copier: Copier) -> None:
@@ -395,15 +459,18 @@ def test_states_are_copied_on_their_own_device(
 ) -> None:
     model, data, streams = make_model(), batch((9, 7)), Streams(monkeypatch)
     bridge = connect(model=model, version=1)
-    assert not bridge._copier_for(torch.device("cpu")).deferred
-    made = bridge._copier_for(torch.device("cuda"))
+    assert not bridge._copier_for(torch.device("cpu"))[0].deferred
+    made, _ = bridge._copier_for(torch.device("cuda"))
     assert made.deferred and bridge._copier is made
+    # Another GPU has streams of its own.
+    assert bridge._copier_for(torch.device("cuda", 1))[0] is not made
     asked: list[torch.device] = []
     side = streams.copier()
+    most = 9 * bytes_per_token(len(LAYERS), model.config.hidden_size, torch.float32)
 
-    def copier_for(device: torch.device) -> Copier:
+    def copier_for(device: torch.device) -> tuple[Copier, int]:
         asked.append(device)
-        return side
+        return side, most
 
     windows = Windows(model)
     with windows.open(copier_for=copier_for) as capture:
@@ -413,7 +480,46 @@ def test_states_are_copied_on_their_own_device(
     assert side.wait_idle(DEADLINE)
     side.close()
     assert asked == [torch.device("cpu")]
-    assert len(windows.samples) == 2 and ("synchronize", False) in streams.noted
+    # Of two rows the one that is within the device's bound.
+    assert len(windows.samples) == 1 and ("synchronize", False) in streams.noted
+
+
+def test_unset_bounds_follow_the_device_of_the_first_states(
+    trainer: FakeTrainer, connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The configuration and the window are made before the policy is on a GPU."""
+    create, files = SharedFile.create, list[int]()
+
+    def noted(directory: Path, nbytes: int) -> SharedFile:
+        files.append(nbytes)
+        return create(directory, nbytes)
+
+    Streams(monkeypatch)
+    monkeypatch.setattr(SharedFile, "create", noted)
+    model, data = make_model(), batch((9, 7))
+    bridge = connect(model=model, version=1)
+    assert bridge.stats().outbox_capacity_bytes == 256 << 20
+
+    def on_a_gpu(_: torch.device) -> tuple[Copier, int]:
+        copier, most = bridge._copier_for(torch.device("cuda"))
+        copier.pinned = False
+        return copier, most
+
+    with torch.no_grad(), bridge.capture() as capture:
+        assert isinstance(capture, Capture)
+        capture.copier_for = on_a_gpu
+        model(data["input_ids"])
+        capture.ship(**data)
+        assert capture.budget_bytes == 1 << 30
+    assert bridge.flush(DEADLINE)
+    until(lambda: bridge.stats().connects == 2)
+    stats = bridge.stats()
+    assert stats.accepted + stats.duplicate == 2 and stats.shed == {}
+    assert (stats.outbox_capacity_bytes, stats.last_error) == (2 << 30, "")
+    assert files == [file_bytes(256 << 20), file_bytes(2 << 30)]
+    # What was set stays.
+    given = BridgeConfig("h:1", "run", bytes_per_step=5, outbox_bytes=7)
+    assert given.bounds("cuda") == given.bounds("cpu") == (5, 7)
 
 
 def test_refusal_after_window_frees_kept_states(side: Copier) -> None:

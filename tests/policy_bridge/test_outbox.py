@@ -175,6 +175,27 @@ def test_outbox_move_to_file_keeps_intact_samples(counters: Counters, tmp_path: 
         assert outbox._held[name].read().tobytes() == given[name].block.numpy().tobytes()
 
 
+@pytest.mark.parametrize("shared", [False, True])
+def test_outbox_grows(counters: Counters, tmp_path: Path, shared: bool) -> None:
+    outbox = Outbox(2 * UNIT, counters)
+    if shared:
+        outbox.move_to(SharedFile.create(tmp_path, file_bytes(2 * UNIT)))
+    given = {name: sample(name, 1, 96) for name in "abc"}
+    assert not outbox.put(given["a"])
+    outbox.grow(96 * UNIT)
+    assert outbox.outgrown == shared
+    assert outbox.put(given["a"])
+    outbox.grow(3 * 96 * UNIT)
+    outbox.grow(UNIT)
+    assert outbox.capacity_bytes == 3 * 96 * UNIT and outbox.outgrown == shared
+    if shared:
+        outbox.move_to(SharedFile.create(tmp_path, file_bytes(outbox.capacity_bytes)))
+    assert not outbox.outgrown
+    assert outbox.put(given["b"]) and outbox.put(given["c"])
+    for name, one in given.items():
+        assert outbox._held[name].read().tobytes() == one.block.numpy().tobytes()
+
+
 def test_outbox_sample_shed_while_it_moves_frees_its_memory_once(
     counters: Counters, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

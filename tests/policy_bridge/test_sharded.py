@@ -31,6 +31,7 @@ from policy_bridge.weight_watch import watched
 from slipstream.errors import RefusedError
 from slipstream.sampling import LogitForm
 from slipstream.tensors import dtype_from_wire
+from tests.gpu.shortages import shortage
 from tests.tiny import tiny_qwen3
 
 from .conftest import HIDDEN, VOCAB, Connect, batch, deliver, make_model, ship, sync
@@ -193,7 +194,7 @@ def test_rank_out_of_memory_while_gathering_ends_sync(
     """The others wait for it in the collective call: it must not go on without them."""
 
     def full(_: torch.Tensor) -> torch.Tensor:
-        raise torch.OutOfMemoryError("seeded by a test")
+        raise shortage("beside the allocator")
 
     model = make_model()
     fully_shard(model)

@@ -75,7 +75,7 @@ def sending(
         vocab_size=spec.vocab_size,
     )
     counters = Counters()
-    outbox = Outbox(config.outbox_bytes, counters)
+    outbox = Outbox(config.bounds("cpu")[1], counters)
     channel = open_channel(address)
     with patch.object(bridges, "Announcer", Joined):
         connection = Connection(channel, modules, outbox, config, counters)  # type: ignore[arg-type]

@@ -11,6 +11,7 @@ import torch
 
 from draft_trainer.server.app import TrainerServer
 from draft_trainer.server.stream import StateStream
+from policy_bridge.outbox import file_bytes
 from slipstream import tensors as framing
 from slipstream.shm import HEADER_BYTES, SharedFile
 from slipstream.tensors import Bytes
@@ -115,6 +116,28 @@ def test_file_truncated_between_samples_loses_none(trainer: Trainer, memory: Pat
     for sample in sent:
         assert_same(found[sample.sample_id], sample)
     assert client.status().samples_refused == 0
+
+
+def test_outbox_that_grows_has_a_larger_file_with_the_next_stream(
+    trainer: Trainer, memory: Path
+) -> None:
+    server, _ = trainer
+    sent = samples(40, seed=4)
+    with sending(server.address, shared_memory=str(memory), outbox_bytes=1 << 20) as sender:
+        sender.send(*sent[:20])
+        sender.flush()
+        assert sender.outbox._blocks.file.nbytes == file_bytes(1 << 20)
+        sender.outbox.grow(1 << 22)
+        until(lambda: not sender.outbox.outgrown and is_open(sender, memory))
+        assert sender.outbox._blocks.file.nbytes == file_bytes(1 << 22)
+        sender.send(*sent[20:])
+        sender.flush()
+        stats = sender.stats()
+        assert (stats.accepted, stats.refused, stats.shed) == (40, 0, {})
+        assert (stats.connects, stats.transport, stats.last_error) == (2, "shared_memory", "")
+    found = kept(server)
+    for sample in sent:
+        assert_same(found[sample.sample_id], sample)
 
 
 def test_file_truncated_during_read_loses_its_blocks_only(
