@@ -138,6 +138,7 @@ class TrainingLoop:
                 self._stopping.wait(_RETRY_S)
                 continue
             if not drawn.samples:
+                self.economy.ran_dry()
                 self._consider(run)
                 self._sleep()
                 continue
@@ -164,7 +165,7 @@ class TrainingLoop:
             self._retry_s = _RETRY_S
             self.counters.device_memory.labels("step").inc(metrics.memory_retries)
             self.position = replace(self.position, draws=number)
-            self.economy.trained(metrics.seconds)
+            self.economy.trained(metrics.seconds, metrics.tokens)
             self.counters.trained(
                 samples=samples,
                 tokens=metrics.anchors,

@@ -449,7 +449,7 @@ def test_open_streams_end_when_the_trainer_stops(tmp_path: Path) -> None:
         next(watch)
         assert server.stop()
         # Both end by themselves, with OK.
-        assert list(stream.call) == []
+        assert not [each for each in stream.call if each.acks.acks]
         assert stream.call.code() is grpc.StatusCode.OK
         list(watch)
         assert watch.code() is grpc.StatusCode.OK
