@@ -34,17 +34,17 @@ def test_bridges_into_small_store_lose_a_fifth_at_most(tmp_path: Path) -> None:
         bridges = [owned.enter_context(PolicyBridge(model, settings)) for model in models]
 
         def share() -> int:
-            """The tokens that every bridge was told."""
+            """The tokens that every bridge was told; 0 before."""
             told = {bridge._connection.wanted_tokens for bridge in bridges if bridge._connection}
-            wanted = server._service.ingest.wanted_tokens()
-            return wanted if told == {wanted} else 0
+            ingest = server._service.ingest
+            wanted, streams = ingest.wanted_tokens(), sum(ingest.streams.values())
+            return wanted if told == {wanted} and streams == BRIDGES else 0
 
         for version in range(1, VERSIONS + 1):
             for number, bridge in enumerate(bridges):
                 with bridge.sync(version, lead=number == 0):
                     pass
-            streams = server._service.ingest.streams
-            until(lambda: sum(streams.values()) == BRIDGES and share() > 0, what="all are told")
+            until(lambda: share() > 0, what="all are told")
             assert BRIDGES * share() * 277 <= config.replay.capacity_bytes
             for model, bridge in zip(models, bridges, strict=True):
                 ids = torch.randint(1, VOCAB, (SAMPLES, TOKENS), generator=generator)
