@@ -58,4 +58,5 @@ def test_bridges_into_small_store_lose_a_fifth_at_most(tmp_path: Path) -> None:
         sent = [bridge.stats().accepted for bridge in bridges]
     assert status.samples_accepted == sum(sent) and min(sent) >= VERSIONS
     evicted = status.evicted_by_reason
+    assert status.samples_refused == 0
     assert evicted["capacity"] + evicted["stale"] <= status.samples_accepted / 5
