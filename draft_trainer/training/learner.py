@@ -34,8 +34,8 @@ logger = logging.getLogger(__name__)
 
 
 class Collated(NamedTuple):
-    """What a step trains on: the samples, and their batches in passes of so many tokens, each with
-    where the loss is computed."""
+    """The samples of a step, and their batches of at most ``pass_tokens``, each with the places where
+    its loss is computed."""
 
     samples: Sequence[Sample]
     pass_tokens: int
