@@ -28,7 +28,7 @@ def test_next_batch_is_collated_while_one_trains(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The objective of a step does not end before the next batch is there: no clock is asked."""
-    there, waited = threading.Event(), list[bool]()
+    there, waited, draws = threading.Event(), list[bool](), list[tuple[int, int]]()
     objective = learner_module.ttt_objective
     with feeding(make_config(tmp_path, **OPTIONS), train=False) as (server, client):
         client.send(*rollouts(80))
@@ -45,6 +45,7 @@ def test_next_batch_is_collated_while_one_trains(
             # The first step of a run measures how large the next one is.
             if learner.steps == 1:
                 waited.append(there.wait(DEADLINE))
+                draws.append((server.loop.position.draws, server._store.draws))
             return objective(*given, **named)
 
         taken = list[bool]()
@@ -59,6 +60,8 @@ def test_next_batch_is_collated_while_one_trains(
         TrainingLoop.start(server.loop)
         client.wait_for(drained)
     assert waited == [True]
+    # A training state of this moment contains the first draw, not the third.
+    assert draws == [(1, 3)]
     # None ahead of the first two steps, nor over a gate, nor of a batch that is not full.
     assert taken[:9] == [False] * 2 + [True] * 6 + [False]
 
