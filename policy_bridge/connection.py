@@ -62,7 +62,8 @@ class Connection:
         session: the last run that was opened, whether the trainer is up now or not.
         connected: whether a run is open now.
         died: whether the thread ended with an unexpected error; it does not come back.
-        wanted_tokens: tokens of a policy version that the trainer last asked for; 0: no bound.
+        wanted_tokens: tokens of a policy version that the trainer last asked for; 0: it has not
+            yet, or sets no bound.
     """
 
     def __init__(

@@ -75,7 +75,7 @@ class BridgeStats:
     """Capture windows that were entered while capture was on."""
     captures_skipped: int = 0
     """Capture windows that took no states: capture was off, the windows before had chosen the
-    version's budget, or a trainer whose training is paused needed no more."""
+    version's budget, or what the trainer wants of a version."""
     captures_refused: int = 0
     """Capture windows that ended early for a call that could not be served."""
     capture_off_reason: str = ""

@@ -23,7 +23,8 @@ class StateStream:
     grants more than a message's worth without reading, ``MAX_MESSAGE_BYTES``.
 
     That thread calls ``on_open``, before the first credit can be used, with the reason why the
-    trainer reads no file (empty where it reads it), and ``on_acks`` with acknowledgements.
+    trainer reads no file (empty where it reads it), and ``on_acks`` with acknowledgements, or with
+    none and a number of wanted tokens.
 
     Attributes:
         credit: bytes that may be sent now.
@@ -121,7 +122,7 @@ class StateStream:
             for response in self._call:
                 acks = response.acks.acks
                 # Before the credit wakes the sender: settling lowers what is in flight, too.
-                if acks:
+                if response.HasField("acks"):
                     self._on_acks(response.acks)
                 if not self.answered:
                     self._on_open(response.credit.inline_because)

@@ -143,14 +143,16 @@ class Story:
         rig = self.rig
         rig.trainer(
             (A,),
-            server={"shared_memory": ""},
+            server={"shared_memory": "", "max_tokens_per_sample": 40},
             replay={"capacity_bytes": 1 << 17},
             # A batch is waited for, and meanwhile what came first has to go.
             training={"batch_tokens": 4096, "linger_s": 5.0},
         )
         rig.connect((A,))
-        rig.policy.sync(121)
         fed = time.monotonic()
+        # Of each version comes what fills half of the buffer.
+        for version in range(121, 131):
+            rig.policy.sync(version)
         yield self._seen("SlipstreamSamplesShed trainer", "a replay buffer of 128 KiB", fed)
         wrong = time.monotonic()
         rig.policy.said_temperature = 0.5

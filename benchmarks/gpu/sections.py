@@ -274,7 +274,7 @@ def capture(bench: Bench) -> Figures:
     from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
     from benchmarks.policy_stall.policy import TINY
-    from benchmarks.policy_stall.trainers import Trainer, write_draft
+    from benchmarks.policy_stall.trainers import REPLAY_BYTES, Trainer, write_draft
 
     if bench.tiny:
         policy_folder, draft = TINY, TINY.parent / "draft"
@@ -325,9 +325,10 @@ def capture(bench: Bench) -> Figures:
             torch.cuda.current_stream(bench.device).synchronize()
         return time.perf_counter() - begin
 
-    with Trainer("capture", bench.folder, draft, 0) as trainer:
+    # All windows are of one version, 4.3 GB of an 8B policy's states that are not trained on.
+    replay = REPLAY_BYTES if bench.tiny else 9 << 30
+    with Trainer("capture", bench.folder, draft, 0, replay_bytes=replay) as trainer:
         trainer.wait_ready()
-        # All windows are of one version.
         config = BridgeConfig(
             trainer=trainer.address, run_id="gpu", bytes_per_step=sys.maxsize, sync_seconds=2.0
         )

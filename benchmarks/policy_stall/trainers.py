@@ -46,6 +46,7 @@ class Trainer(AbstractContextManager["Trainer"]):
         core: it is pinned to it once it is ready.
         full_memory: give it a directory for shared memory that is too small for the file.
         slow: put a wire of 1 MB/s before it.
+        replay_bytes: of its replay buffer, of which a policy version may fill half.
     """
 
     def __init__(
@@ -57,6 +58,7 @@ class Trainer(AbstractContextManager["Trainer"]):
         *,
         full_memory: bool = False,
         slow: bool = False,
+        replay_bytes: int = REPLAY_BYTES,
     ) -> None:
         self._core, self._slow = core, slow
         self._wire: subprocess.Popen[str] | None = None
@@ -71,7 +73,7 @@ class Trainer(AbstractContextManager["Trainer"]):
             + (f'shared_memory = "{memory}"\n' if full_memory else "")
             + f'[draft]\ninitial = "{draft.resolve()}"\nregistry = "releases"\n'
             # Beside the rest: a trainer that is killed leaves nothing behind elsewhere.
-            + f'[replay]\ndirectory = "samples"\ncapacity_bytes = {REPLAY_BYTES}\n'
+            + f'[replay]\ndirectory = "samples"\ncapacity_bytes = {replay_bytes}\n'
             # A trainer that pauses wants fewer samples.
             + f'[economy]\nmode = "always"\n[training]\nnice = 19\n{NO_TRAINING}'
         )

@@ -175,22 +175,25 @@ def _collate(rows: Sequence[_Row], policy_heads: PolicyHeads, device: torch.devi
     locked = device is not None and device.type == "cuda"
     size = (len(rows), max(row.size for row in rows))
 
-    def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.zeros(*size, *shape, dtype=dtype, pin_memory=locked)
+    def zeros(dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.zeros(size, dtype=dtype, pin_memory=locked)
 
-    token_ids, positions = empty(dtype=torch.int64), empty(dtype=torch.int64)
-    loss_mask, known = empty(dtype=torch.bool), empty(dtype=torch.bool)
-    anchors = empty(dtype=torch.bool)
+    def empty(width: int, dtype: torch.dtype) -> Tensor:
+        return torch.empty(*size, width, dtype=dtype, pin_memory=locked)
+
+    token_ids, positions = zeros(torch.int64), zeros(torch.int64)
+    loss_mask, known, anchors = zeros(torch.bool), zeros(torch.bool), zeros(torch.bool)
     aux = empty(first.aux.shape[1], dtype=first.aux.dtype)
     final = empty(first.final_hidden.shape[1], dtype=first.final_hidden.dtype)
-    log_z, logprobs = empty(), empty()
+    log_z, logprobs = zeros(), zeros()
     for b, row in enumerate(rows):
         sample, part, n = row.sample, slice(row.start, row.stop), row.size
         token_ids[b, :n] = sample.token_ids[part]
         positions[b, :n] = sample.positions[part]
         loss_mask[b, :n] = sample.loss_mask[part]
-        aux[b, :n] = sample.aux[part]
-        final[b, :n] = sample.final_hidden[part]
+        # Nearly all bytes of a batch: only the padding is zeroed.
+        aux[b, :n], aux[b, n:] = sample.aux[part], 0
+        final[b, :n], final[b, n:] = sample.final_hidden[part], 0
         logprobs[b, :n] = sample.sampled_logprobs[part]
         # log Z_j = y_j[x_{j+1}] / temperature - log p(x_{j+1}), both on the wire with x_{j+1}.
         z = sample.sampled_logits[part] / sample.temperature - sample.sampled_logprobs[part]

@@ -32,13 +32,14 @@ longer completion this is too low, by less than one chain per window and for all
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
 from torch import Tensor
 from torch.func import functional_call
+from torch.nn.functional import pad
 
 from draft_trainer.drafters.batch import Batch, ahead, batches, moved
 from draft_trainer.drafters.draft import Draft
@@ -51,6 +52,9 @@ from slipstream.v1 import draft_trainer_pb2 as pb
 from slipstream.v1 import release_pb2
 
 Method = Literal["probabilistic", "greedy"]
+
+_MOST_WALKED = 1 << 20
+"""Most positions, padding included, whose visits are computed at once."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,31 +108,66 @@ def expected_acceptance(
         RefusedError: no sample has an anchor (there is no acceptance length, not even 1.0), a
             policy version is not held, or the head has no draft vocabulary.
     """
+    device = head.device
+    return acceptance_on(batches(samples, policy_heads, max_batch_tokens, device), head, k, method)
+
+
+def acceptance_on(
+    collated: Iterable[Batch], head: Draft, k: int, method: Method
+) -> AcceptanceEstimate:
+    """Predict as ``expected_acceptance``, on what ``batches`` made of samples, for any device.
+
+    Several heads may be measured on the same batches; the order of the rows is then the same, so
+    that pairs stay pairs.
+    """
     if k < 1:
         raise RefusedError("k", k, "at least 1", "ask for the served draft length")
-    if not samples:
-        raise _no_anchor()
-    accepted_parts, drafts_parts = [], []
+    walked: list[tuple[Tensor, Tensor]] = []
+    waiting: list[tuple[Tensor, ...]] = []
     names: list[tuple[str, str]] = []
-    ignored = {name for sample in samples for name in _ignored(sample.sampling)}
-    device = head.device
+    ignored: set[str] = set()
     # Flash attention on a GPU takes 16-bit types only, and vLLM serves drafts in one.
-    dtype = next(head.parameters()).dtype if device.type == "cpu" else torch.bfloat16
+    dtype = next(head.parameters()).dtype if head.device.type == "cpu" else torch.bfloat16
     with torch.inference_mode():
-        # ``batches`` sorts by length, the same way for every head: pairs stay pairs.
-        for batch in batches(samples, policy_heads, max_batch_tokens, device):
+        for batch in collated:
             names.extend(zip(batch.groups, batch.completions, strict=True))
+            ignored.update(name for sampling in batch.sampling for name in _ignored(sampling))
             known = valid_targets(batch, k)
-            rate, survival = step_acceptance(head, batch, known, method, dtype)
-            alive = visit_probabilities(survival, known, batch.loss_mask) * known[0]
-            drafts_parts.append(alive.sum(1))
-            for step in range(k):
-                alive = alive * known[step]
-                accepted_parts.append((alive * rate[step]).sum(1))
-                alive = alive * survival[step]
-    accepted = torch.stack([torch.cat(accepted_parts[step::k]) for step in range(k)])
-    drafts = torch.cat(drafts_parts)
+            part = (*step_acceptance(head, batch, known, method, dtype), known, batch.loss_mask)
+            rows, longest = zip(*(one[-1].shape for one in (*waiting, part)), strict=True)
+            if waiting and sum(rows) * max(longest) > _MOST_WALKED:
+                walked.append(_walk(waiting))
+                waiting = []
+            waiting.append(part)
+        if not names:
+            raise _no_anchor()
+        walked.append(_walk(waiting))
+    accepted, drafts = (torch.cat(each, dim=-1) for each in zip(*walked, strict=True))
     return replace(_estimate(accepted, drafts, names), ignored=tuple(sorted(ignored)))
+
+
+def _walk(parts: Sequence[tuple[Tensor, ...]]) -> tuple[Tensor, Tensor]:
+    """Walk the rows of batches at once: every position costs Python's time, for one row or many.
+
+    Args:
+        parts: of each batch what ``step_acceptance`` returned, where it was computed, and the loss
+            mask.
+
+    Returns:
+        Sums per row: accepted tokens by step, float64 [K, rows], and drafts, float64 [rows].
+    """
+    longest = max(part[0].shape[-1] for part in parts)
+    rate, survival, known, loss_mask = (
+        torch.cat([pad(x, (0, longest - x.shape[-1])) for x in each], dim=-2)
+        for each in zip(*parts, strict=True)
+    )
+    alive = visit_probabilities(survival, known, loss_mask) * known[0]
+    drafts, accepted = alive.sum(1), []
+    for step in range(len(known)):
+        alive = alive * known[step]
+        accepted.append((alive * rate[step]).sum(1))
+        alive = alive * survival[step]
+    return torch.stack(accepted), drafts
 
 
 def step_acceptance(

@@ -173,11 +173,14 @@ class Database:
         query = f"INSERT OR IGNORE INTO samples (key, {_SEALED}, seal) VALUES ({marks})"
         return self.execute(query, *row).rowcount == 1
 
-    def next_batch(self, max_epochs: int, max_tokens: int) -> list[tuple[Any, ...]]:
+    def next_batch(
+        self, max_epochs: int, max_tokens: int, full: bool = False
+    ) -> list[tuple[Any, ...]]:
         """Find samples to draw: newest policy version and fewest epochs first.
 
         Returns:
-            Number, seal and the sealed columns of each: at most ``max_tokens``, or one sample.
+            Number, seal and the sealed columns of each: at most ``max_tokens``, or one sample. None
+            where ``full``, unless there are more than these.
         """
         rows: list[tuple[Any, ...]] = []
         tokens = 0
@@ -186,9 +189,9 @@ class Database:
             # A damaged row, whose seal is checked later, may have anything here.
             tokens += row[3] if isinstance(row[3], int) else 0
             if rows and tokens > max_tokens:
-                break
+                return rows
             rows.append(row)
-        return rows
+        return [] if full else rows
 
     def held_out(self, newest_versions: int) -> list[tuple[Any, ...]]:
         """Find held-out samples of so many newest versions that have any (-1: all); same rows."""

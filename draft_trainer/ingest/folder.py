@@ -30,6 +30,8 @@ MARKER = "slipstream-samples.json"
 _DEFAULT = "samples"
 _IDENTITY = "samples.json"
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+_MOUNTS = Path("/proc/self/mounts")
+_NETWORK = re.compile(r"nfs4?|cifs|smb3|ceph|lustre|gpfs|beegfs|wekafs|fuse\.(?!fuse-overlayfs).*")
 _OURS = re.compile(rf"{ARENA}|{re.escape(FILE)}(-rebuilt)?(-wal|-shm|-journal)?")
 
 
@@ -67,6 +69,12 @@ class SampleFolder:
             code = StatusCode.RESOURCE_EXHAUSTED
             raise RefusedError("replay.directory", found, expected, advice, code) from error
         logger.info("samples are kept in %s", self.path)
+        if _NETWORK.fullmatch(system := _file_system(self.path)):
+            text = (
+                "%s is on a network (%s), to which every sample is written: set replay.directory "
+                "to a folder in memory or on a local disk that outlives the trainer's process"
+            )
+            logger.warning(text, self.path, system)
 
     def close(self, keep: bool) -> None:
         """Unlock the folder, after removing the trainer's files in it unless they are kept.
@@ -186,6 +194,17 @@ def _registry_id(registry: Path) -> str:
     with written_whole(path) as temporary:
         temporary.write_text(json.dumps({"id": found}))
     return found
+
+
+def _file_system(folder: Path) -> str:
+    """Return the kernel's name of the file system that a folder is on; empty where unknown."""
+    found = {Path("/"): ""}
+    for line in _MOUNTS.read_text().splitlines() if _MOUNTS.exists() else ():
+        _, place, name, *_ = line.split(" ")
+        # A space in it is written as \040.
+        found[Path(place.encode().decode("unicode_escape"))] = name
+    folder = folder.resolve()
+    return found[next(one for one in (folder, *folder.parents) if one in found)]
 
 
 def _boot_id() -> str:

@@ -30,7 +30,7 @@ from draft_trainer.ingest.run import Run
 from draft_trainer.ingest.store import SampleStore
 from draft_trainer.ingest.teacher import TeacherCheck
 from slipstream.errors import RefusedError
-from slipstream.sample import Layout, Sample
+from slipstream.sample import Layout, Sample, layout_of
 from slipstream.shm import HEADER_BYTES, SharedFile
 from slipstream.tensors import Bytes, checksum_of
 from slipstream.v1 import draft_trainer_pb2 as pb
@@ -88,11 +88,11 @@ class Ingest:
         teacher: checks the teacher of every sample.
         arrived: set whenever there may be new samples to train on.
         directory: where clients' files of shared memory are; None: every block comes inline.
-        wanted: tokens wanted of each policy version, which every answer tells the clients; 0: no
-            bound.
+        wanted: returns the tokens wanted of each policy version, from all clients together, given
+            how many fill half of the store.
 
     Attributes:
-        streams: open streams by transport; used on the server's event loop.
+        streams: open streams by transport; changed on the server's event loop.
     """
 
     def __init__(
@@ -103,11 +103,14 @@ class Ingest:
         teacher: TeacherCheck,
         arrived: threading.Event,
         directory: Path | None = None,
-        wanted: Callable[[], int] = lambda: 0,
+        wanted: Callable[[int], int] = lambda held: held,
     ) -> None:
         self.expected = expected
         self._wanted = wanted
         self._longest = 0
+        # Of the last sample; before the first, the largest that one may have.
+        layers = len(expected.aux_layer_ids)
+        self._layout = layout_of(expected.max_tokens, layers, expected.hidden_size, torch.float32)
         self._store = store
         self.counters = counters
         self._teacher = teacher
@@ -116,13 +119,13 @@ class Ingest:
         self.streams = {"grpc": 0, "shared_memory": 0}
 
     def wanted_tokens(self) -> int:
-        """Return the tokens wanted of each policy version; 0: no bound.
+        """Return the tokens wanted of each policy version from each client: an equal share.
 
-        They are at least those of the longest sample so far: a client that could not send a single
-        one would send nothing, and would never hear of another bound.
+        They are at least those of the longest sample so far: of a share without room for a sample
+        a client could send nothing.
         """
-        wanted = self._wanted()
-        return max(wanted, self._longest) if wanted else 0
+        held = self._store.capacity_bytes // 2 * self._layout.tokens // self._layout.nbytes
+        return max(self._wanted(held) // max(sum(self.streams.values()), 1), self._longest, 1)
 
     def credit_bytes(self, most: int) -> int:
         """Return the bytes a stream may have in flight: ``most``, or less if the store is small.
@@ -184,7 +187,7 @@ class Ingest:
                     continue
                 run.check_policy_version(header.policy_version)
                 sample = self._read(header, memories, check_header(header, self.expected))
-                self._longest = max(self._longest, sample.tokens)
+                self._longest, self._layout = max(self._longest, sample.tokens), sample.layout
                 read.append((ack, sample))
             except RefusedError as error:
                 self._refuse(ack, error)

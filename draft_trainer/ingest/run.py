@@ -175,9 +175,9 @@ class Run:
             self.heads.add(PolicyHead(head.policy_version, *kept, form=form), digests)
             self._forget_old()
 
-    def draw(self, max_tokens: int) -> Drawn:
+    def draw(self, max_tokens: int, ahead: bool = False) -> Drawn:
         """See ``SampleStore.draw``."""
-        return self.store.draw(self.key, max_tokens)
+        return self.store.draw(self.key, max_tokens, ahead)
 
     def put_back(self, drawn: Drawn) -> None:
         """Undo a draw, except for samples whose policy version was forgotten since."""

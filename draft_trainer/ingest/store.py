@@ -167,19 +167,21 @@ class SampleStore:
             return self.capacity_bytes - self._arena.pinned
 
     @repairing
-    def draw(self, run_id: str, max_tokens: int) -> Drawn:
+    def draw(self, run_id: str, max_tokens: int, ahead: bool = False) -> Drawn:
         """Draw the next batch and record it: newest policy version and fewest epochs first.
+
+        Raises RefusedError: the index cannot be written; nothing was drawn.
 
         Args:
             run_id: the batch is empty where this is not the current run.
             max_tokens: bound on the batch; one sample is drawn even if it is longer.
-
-        Raises:
-            RefusedError: the index cannot be written; nothing was drawn.
+            ahead: while another one trains; none that is not full, or over half of the space.
         """
         epochs = self._config.max_epochs
-        while run_id == self._run_id and (rows := self._db.next_batch(epochs, max_tokens)):
+        while run_id == self._run_id and (rows := self._db.next_batch(epochs, max_tokens, ahead)):
             samples = self._read(rows)
+            if ahead and 2 * self._arena.pinned > self.capacity_bytes:
+                break
             # Try again without damaged samples, as if they had never been there.
             if len(samples) == len(rows):
                 self._db.record_draw(self.draws + 1, [row[0] for row in rows])
@@ -189,9 +191,8 @@ class SampleStore:
 
     @repairing
     def put_back(self, drawn: Drawn) -> None:
-        """Undo the last draw: its batch was not trained on."""
-        if drawn.number == self.draws:
-            self._db.undo_draws(drawn.number)
+        """Undo a draw, and one made after it: their batches were not trained on."""
+        self._db.undo_draws(drawn.number or self.draws + 1)
 
     @repairing
     def held_out(self, run_id: str, newest_versions: int | None = None) -> list[Sample]:

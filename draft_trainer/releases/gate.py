@@ -43,10 +43,11 @@ from draft_trainer.config import (
 )
 from draft_trainer.counters import Counters
 from draft_trainer.drafters import Draft
+from draft_trainer.drafters.batch import Batch, batches
 from draft_trainer.drafters.expected_acceptance import (
     AcceptanceEstimate,
     Method,
-    expected_acceptance,
+    acceptance_on,
 )
 from draft_trainer.drafters.policy import PolicyHeads
 from draft_trainer.ingest.run import Run
@@ -172,7 +173,9 @@ def compare(
     Returns:
         The result, and which candidate it is of.
     """
-    theirs = _estimate(incumbent, samples, policy_heads, k, method, pass_tokens)
+    # Once for all heads: on a GPU that takes longer than a head's passes.
+    collated = [*batches(samples, policy_heads, pass_tokens, incumbent.device)]
+    theirs = _estimate(collated, incumbent, k, method)
     if theirs is None:
         return unmeasured("no held-out sample has an anchor"), 0
     clusters = clusters_of(theirs.groups, theirs.completions, by_completion)
@@ -193,7 +196,7 @@ def compare(
         for name, weight in candidate.named_parameters():
             if not bool(torch.isfinite(weight).all()):
                 return unmeasured(f"ruined: {name} is not finite"), 0
-        estimate = _estimate(candidate, samples, policy_heads, k, method, pass_tokens)
+        estimate = _estimate(collated, candidate, k, method)
         # A sequence on which a head's probabilities are not finite is left out of its estimate.
         if estimate is None or estimate.groups != theirs.groups:
             return unmeasured("ruined: its probabilities are not finite"), 0
@@ -294,16 +297,11 @@ def _clusters(samples: Sequence[Sample], by_completion: bool) -> Sequence[str]:
 
 
 def _estimate(
-    head: Draft,
-    samples: Sequence[Sample],
-    heads: PolicyHeads,
-    k: int,
-    method: Method,
-    pass_tokens: int,
+    collated: Iterable[Batch], head: Draft, k: int, method: Method
 ) -> AcceptanceEstimate | None:
     """None where no sample has an anchor with finite probabilities."""
     try:
-        return expected_acceptance(head, samples, heads, k, method, pass_tokens)
+        return acceptance_on(collated, head, k, method)
     except RefusedError as error:
         if error.reason != release_pb2.REFUSAL_REASON_NO_ANCHOR:
             raise

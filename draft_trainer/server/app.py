@@ -55,6 +55,7 @@ from draft_trainer.training.training_state import LearnerStates, head_facts
 from slipstream.client import MAX_MESSAGE_BYTES
 from slipstream.errors import RefusedError
 from slipstream.metrics import code_version
+from slipstream.sample import layout_of
 from slipstream.serving.limits import Guard, Limit
 from slipstream.serving.server import GrpcServer, LoopThread, Workers
 from slipstream.shm import remove_stale
@@ -117,6 +118,13 @@ class TrainerServer:
         economy = Economy(
             config.economy, cores=cores if config.training.device == "cpu" else lambda: None
         )
+        expected = Expected(
+            hidden_size=draft.target_hidden_size,
+            vocab_size=draft.vocab_size,
+            aux_layer_ids=draft.aux_layer_ids,
+            max_tokens=_max_tokens(config, head),
+        )
+        _check_capacity(config, expected)
         self._open_samples(economy)
         states = LearnerStates(
             config.draft.registry,
@@ -131,12 +139,6 @@ class TrainerServer:
             resumed = states.resume(learner, newest.draft_version)
         self._store.rewind(resumed.draws, newest.draft_version)
         arrived = threading.Event()
-        expected = Expected(
-            hidden_size=draft.target_hidden_size,
-            vocab_size=draft.vocab_size,
-            aux_layer_ids=draft.aux_layer_ids,
-            max_tokens=_max_tokens(config, head),
-        )
         self.runs = Runs(
             draft, self._store, config.replay.max_policy_lag, config.server.max_sessions
         )
@@ -151,7 +153,9 @@ class TrainerServer:
             logger.warning("removed %s, which a killed bridge left", name)
         ingest = Ingest(
             *(expected, self._store, self._counters, TeacherCheck(ids), arrived, memory),
-            wanted=partial(_wanted_tokens, config, economy, self._fleet),
+            wanted=lambda held: _wanted_tokens(
+                config, economy, self._fleet, self._policy_version(), held
+            ),
         )
         self.status = Status(
             self._counters,
@@ -369,17 +373,39 @@ def _max_tokens(config: TrainerConfig, head: Draft) -> int:
     return max(3, longest)
 
 
-def _wanted_tokens(config: TrainerConfig, economy: Economy, fleet: Fleet) -> int:
-    """Return the tokens wanted of each policy version (0: no bound)."""
+def _check_capacity(config: TrainerConfig, expected: Expected) -> None:
+    """Refuse a replay buffer in which one of the longest samples has no room beside another."""
+    layers, tokens = len(expected.aux_layer_ids), expected.max_tokens
+    least = 2 * layout_of(tokens, layers, expected.hidden_size, torch.bfloat16).nbytes
+    if config.replay.capacity_bytes < least:
+        raise RefusedError(
+            "replay.capacity_bytes",
+            config.replay.capacity_bytes,
+            f"at least {least}, two samples of {tokens} tokens: one comes while one is trained on",
+            "raise it, or lower server.max_tokens_per_sample",
+        )
+
+
+def _wanted_tokens(
+    config: TrainerConfig, economy: Economy, fleet: Fleet, version: int | None, held: int
+) -> int:
+    """Return the tokens wanted of policy version ``version``, of which ``held`` fill half of the
+    store: the other half is of the version before, which is still trained on."""
+    held_out = config.replay.held_out_fraction or HELD_OUT_LEAST
     if economy.wants_states:
-        return 0
+        last, epochs = economy.last, config.replay.max_epochs
+        # Training on this version makes room for more of it.
+        if last is not None and last.policy_version == version:
+            held += economy.tokens // epochs
+        most = math.ceil(economy.trainable / epochs / (1 - held_out))
+        return min(most, held) if most else held
     if config.economy.mode != "never":
         return 1  # the least that is bounded: a client still sends a sample
     # Without training, what the gate needs for an imported release.
-    held_out = config.replay.held_out_fraction or HELD_OUT_LEAST
     # A verification step yields up to one token more than are drafted. About half of a rollout's
     # tokens are the prompt's, where nothing is drafted.
-    return math.ceil(2 * config.gate.needed_anchors(0) * (1 + fleet.drafting()[0]) / held_out)
+    needed = math.ceil(2 * config.gate.needed_anchors(0) * (1 + fleet.drafting()[0]) / held_out)
+    return min(needed, held)
 
 
 def _ended(future: Future[None], timeout: float) -> bool:

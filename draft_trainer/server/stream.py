@@ -29,6 +29,9 @@ MAX_PIECES = 1024
 _MOST_SAMPLES = 512
 _MOST_BYTES = 16 << 20
 
+_LOOK_SECONDS = 1.0
+"""Between two looks, on a stream without samples, at how many are wanted."""
+
 
 @dataclass(frozen=True)
 class Arrived:
@@ -60,7 +63,8 @@ class StateStream:
     One task reads while another one stores samples, so that gRPC receives during a transaction; the
     samples that arrive meanwhile are the next transaction. Reading ahead is bounded by ``credit``,
     the serialized bytes that the client may still send; it gets them back with the answers. Nothing
-    waits for training: if that lags, the store evicts the oldest states.
+    waits for training: if that lags, the store evicts the oldest states. So a client is told how
+    many tokens are wanted, with every answer, and without one at the start and when that changes.
     """
 
     requests: AsyncIterator[Framed]
@@ -75,6 +79,8 @@ class StateStream:
     _arrived: asyncio.Event = field(default_factory=asyncio.Event)
     _has_room: asyncio.Event = field(default_factory=asyncio.Event)
     _ended: bool = False
+    _told: int = 0
+    _heard: float = field(default_factory=time.monotonic)
 
     @property
     def transport(self) -> str:
@@ -97,10 +103,14 @@ class StateStream:
         self.ingest.streams[self.transport] += 1
         reader = asyncio.create_task(self._read())
         try:
+            yield await self.workers.run(self._store, [])
             while await self._has_more(reader):
-                response = await self.workers.run(self._store, self._next_batch())
+                batch = self._next_batch()
+                response = await self.workers.run(self._store, batch)
                 self.credit += response.acks.credit_bytes
                 yield response
+                if batch:
+                    self._heard = time.monotonic()
             if reader.done():
                 reader.result()
         finally:
@@ -109,13 +119,21 @@ class StateStream:
             await asyncio.wait({reader})
 
     async def _has_more(self, reader: asyncio.Task[None]) -> bool:
-        """Wait for a message; return False once the stream ended or was idle for too long."""
+        """Wait for a message, or until other tokens are wanted than the client was told.
+
+        Return False once the stream ended or was idle for too long.
+        """
+        until = self._heard + self.idle_seconds
         while not self._waiting and not reader.done() and not self._ended:
             self._arrived.clear()
             try:
-                await asyncio.wait_for(self._arrived.wait(), self.idle_seconds)
+                left = max(until - time.monotonic(), 0.0)
+                await asyncio.wait_for(self._arrived.wait(), min(left, _LOOK_SECONDS))
             except TimeoutError:
-                return False
+                if time.monotonic() >= until:
+                    return False
+                if self._told != await self.workers.run(self.ingest.wanted_tokens):
+                    return True
         return bool(self._waiting) and not self._ended
 
     def _next_batch(self) -> list[Arrived]:
@@ -201,6 +219,6 @@ class StateStream:
         for each in batch:
             for _ in each.samples:
                 counters.acknowledgement_seconds.observe(now - each.at)
-        wanted = self.ingest.wanted_tokens()
-        answer = pb.AckBatch(acks=acks, credit_bytes=size, wanted_tokens=wanted)
+        self._told = self.ingest.wanted_tokens()
+        answer = pb.AckBatch(acks=acks, credit_bytes=size, wanted_tokens=self._told)
         return pb.StreamStatesResponse(acks=answer)

@@ -33,6 +33,7 @@ from __future__ import annotations
 
 import math
 import threading
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -46,6 +47,9 @@ SMOOTHING = 0.5
 
 HYSTERESIS = 0.2
 """Share of the costs by which training must save more to begin, and less to end."""
+
+GROWTH = 1.5
+"""Share of what a version was trained on that may come next where training has kept up."""
 
 PROBE_VERSIONS = 8
 """Policy versions of a pause before training is tried again; and versions of training without a
@@ -91,6 +95,9 @@ class Economy:
     """Keeps the figures and the last decision. ``served`` is thread-safe; the rest belongs to the
     training thread.
 
+    Attributes:
+        tokens: trained on since the policy version of the last decision, every epoch counted.
+
     Args:
         config: the [economy] section.
         cores: returns what this process has had of the cores so far; None where unknown.
@@ -116,12 +123,17 @@ class Economy:
         # Sums over the current version.
         self._cores_before = self._cores()
         self._trained = self._shortened = 0.0
+        self.tokens, self._dry = 0, False
         self._judged = False
         # Means over versions.
         config = self.config
         self.figures = Figures(None, None, config.horizon_versions, None, config.training_share)
         self._unjudged = 0
         self._probing, self._probe_at = True, math.inf
+        # Tokens of the last two versions with training, and whether it ran dry: one of them may be
+        # short, or begin long before its states come.
+        self._recent: deque[tuple[int, bool]] = deque(maxlen=2)
+        self._trainable = 0
 
     @property
     def paused(self) -> bool:
@@ -135,6 +147,14 @@ class Economy:
         last = self.last
         return not self.paused or (last is not None and last.policy_version + 2 >= self._probe_at)
 
+    @property
+    def trainable(self) -> int:
+        """Return the tokens of a policy version, every epoch counted, that training keeps up with;
+        0 until once it has not kept up with what came."""
+        if not self._trainable or not self._dry:
+            return self._trainable
+        return max(self._trainable, math.ceil(GROWTH * self.tokens))
+
     def served(self, address: str, state: pb.ServerState) -> None:
         """Take a server's report of how long its engine has taken steps since its start."""
         if not state.HasField("engine_seconds"):
@@ -147,9 +167,14 @@ class Economy:
                 grown = now - before if now >= before else now
                 self._generated[address] = self._generated.get(address, 0.0) + grown
 
-    def trained(self, seconds: float) -> None:
-        """Count an optimizer step that took so long."""
+    def trained(self, seconds: float, tokens: int = 0) -> None:
+        """Count an optimizer step that took so long, on so many tokens."""
         self._trained += seconds
+        self.tokens += tokens
+
+    def ran_dry(self) -> None:
+        """Note that nothing is left to train on."""
+        self._dry = self._dry or self.tokens > 0
 
     def compared(self, figures: GateFigures, released: bool, pinned: bool = False) -> None:
         """Take the gate's verdict on a candidate.
@@ -181,6 +206,14 @@ class Economy:
         with self._lock:
             slowest, self._generated = max(self._generated.values(), default=None), {}
         trained, self._trained = self._trained, 0.0
+        if self.tokens and not first:
+            self._recent.append((self.tokens, self._dry))
+            used = sum(tokens for tokens, _ in self._recent) // len(self._recent)
+            if not any(dry for _, dry in self._recent):
+                self._trainable = used
+            elif self._trainable:
+                self._trainable = max(self._trainable, math.ceil(GROWTH * used))
+        self.tokens, self._dry = 0, False
         if first:
             return
         gain, generation, _, training, share = vars(self.figures).values()

@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,6 +32,15 @@ the context of its tokens stays, and a shortage that passes leaves passes to gro
 """Field of the refusal of a step that found too little memory on its device."""
 
 logger = logging.getLogger(__name__)
+
+
+class Collated(NamedTuple):
+    """The samples of a step, and their batches of at most ``pass_tokens``, each with the places where
+    its loss is computed."""
+
+    samples: Sequence[Sample]
+    pass_tokens: int
+    parts: list[tuple[Batch, Tensor]]
 
 
 @dataclass(frozen=True)
@@ -72,7 +82,8 @@ class StepMetrics:
 
 
 class Learner:
-    """Owns the head's float32 master weights and their optimizer. Not thread-safe.
+    """Owns the head's float32 master weights and their optimizer. Not thread-safe, except that one
+    thread may ``collate`` what comes next while another one is in ``step``.
 
     Candidates lie on the line from the served weights to the learner's; the share of it that the
     gate chooses decides how training goes on (``settle``).
@@ -110,7 +121,22 @@ class Learner:
         if self.head.device.type == "cuda" and config.gpu_memory_fraction < 1.0:
             torch.cuda.set_per_process_memory_fraction(config.gpu_memory_fraction, self.head.device)
 
-    def step(self, samples: Sequence[Sample], policy_heads: PolicyHeads) -> StepMetrics:
+    def collate(self, samples: Sequence[Sample], policy_heads: PolicyHeads) -> Collated:
+        """Collate what ``step`` is to train on. Raises RefusedError as that."""
+        samples, tokens = self._within_the_window(samples), self._pass_tokens
+        try:
+            parts = list(self._collated(samples, policy_heads, tokens))
+        except RuntimeError as error:
+            raise_unless_shortage(error)
+            raise _no_memory("too little page-locked memory for a step's samples") from error
+        return Collated(samples, tokens, parts)
+
+    def step(
+        self,
+        samples: Sequence[Sample],
+        policy_heads: PolicyHeads,
+        collated: Collated | None = None,
+    ) -> StepMetrics:
         """One optimizer step on all of ``samples``.
 
         A non-finite loss or gradient norm leaves weights and optimizer as they were, and is
@@ -126,27 +152,26 @@ class Learner:
         Args:
             samples: at least one.
             policy_heads: must hold their policy versions.
+            collated: of ``collate``, where it was called before.
 
         Raises:
             RefusedError: a policy version is not held, or memory is too little for half a pass
                 (``REFUSAL_REASON_DEVICE_MEMORY``); nothing was changed.
         """
         started = time.perf_counter()
-        steps, samples = self.config.ttt_steps, self._within_the_window(samples)
-        try:
-            parts = list(self._collated(samples, policy_heads))
-        except RuntimeError as error:
-            raise_unless_shortage(error)
-            raise _no_memory("too little page-locked memory for a step's samples") from error
+        if collated is None or collated.pass_tokens != self._pass_tokens:
+            collated = self.collate(samples, policy_heads)
+        steps, (samples, _, parts) = self.config.ttt_steps, collated
         counts = torch.zeros(steps, dtype=torch.int64)
         for _, valid in parts:
             counts += valid.flatten(1).sum(1)
         totals, retries = self._passes(parts, counts.clamp(min=1)), 0
         if totals is None:
-            retries, parts = 1, []
+            retries, parts, collated = 1, [], None
             least = max(self.config.forward_tokens // _SMALLEST_PASS, 1)
             self._resize(max(self._pass_tokens // 2, least))
-            totals = self._passes(self._collated(samples, policy_heads), counts.clamp(min=1))
+            smaller = self._collated(samples, policy_heads, self._pass_tokens)
+            totals = self._passes(smaller, counts.clamp(min=1))
         if totals is None:
             raise _no_memory(f"too little for {self._pass_tokens} tokens")
         norm = self._optimizer.gradient_norm()
@@ -294,9 +319,9 @@ class Learner:
         return fitting
 
     def _collated(
-        self, samples: Sequence[Sample], policy_heads: PolicyHeads
+        self, samples: Sequence[Sample], policy_heads: PolicyHeads, size: int
     ) -> Iterator[tuple[Batch, Tensor]]:
-        steps, size = self.config.ttt_steps, self._pass_tokens
+        steps = self.config.ttt_steps
         for batch in batches(samples, policy_heads, size, self.head.device, window_steps=steps):
             yield batch, valid_targets(batch, steps)
 

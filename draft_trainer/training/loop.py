@@ -1,6 +1,8 @@
 """The training thread: trains while there are samples, and gates and releases candidates.
 
-It sleeps on an event while there is nothing to train on.
+It sleeps on an event while there is nothing to train on. While it takes a step, another thread
+draws and collates the next batch. That draw counts as no other does: nothing that the weights or a
+release contain has its number before it was trained on, and a restart undoes it.
 """
 
 from __future__ import annotations
@@ -12,9 +14,10 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 
@@ -29,7 +32,7 @@ from draft_trainer.releases.registry import Registry
 from draft_trainer.training.cores import training_nice
 from draft_trainer.training.device import make_handles
 from draft_trainer.training.economy import Economy
-from draft_trainer.training.learner import Learner
+from draft_trainer.training.learner import Collated, Learner
 from draft_trainer.training.training_state import LearnerStates, Position
 from slipstream.errors import RefusedError
 from slipstream.shortage import raise_unless_shortage
@@ -46,9 +49,17 @@ _MOST_RETRY_S = 60.0
 T = TypeVar("T")
 
 
+class _Next(NamedTuple):
+    """A batch: of which run, what was drawn, and collated where that was done before."""
+
+    run: Run
+    drawn: Drawn
+    collated: Collated | None = None
+
+
 @dataclass(eq=False)
 class TrainingLoop:
-    """Owns the training thread and, while it runs, the learner.
+    """Owns the training thread, the one that works ahead of it and, while it runs, the learner.
 
     Attributes:
         learner: the weights; training continues from them whether or not a candidate passed.
@@ -91,6 +102,8 @@ class TrainingLoop:
 
     def __post_init__(self) -> None:
         self._arrived = 0
+        self._ahead: Future[_Next] | None = None
+        self._helper = ThreadPoolExecutor(1, "collate", initializer=self._yield_to_others)
         self._thread = threading.Thread(target=self._run, name="training", daemon=True)
 
     def start(self) -> None:
@@ -106,24 +119,29 @@ class TrainingLoop:
             self._thread.join(timeout)
         return not self._thread.is_alive()
 
-    def _run(self) -> None:
+    def _yield_to_others(self) -> None:
         if sys.platform == "linux":
             # Per thread on Linux: training yields to everything else on the machine, the gRPC
             # threads of this process included. OpenMP's threads inherit it.
             nice = training_nice(self.config.training.nice)
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), nice)
         torch.set_num_threads(self.config.training.threads)
+
+    def _run(self) -> None:
+        self._yield_to_others()
         reason = "the training thread ended with an error"
         try:
             with torch.cuda.stream(self.stream):
                 self._make_handles()
                 self._train()
+                self._give_back()
                 self.states.save_last(self.learner, self.position)
         except torch.AcceleratorError as error:
             # Every later call on the device would fail, too.
             reason += f": {str(error).partition(chr(10))[0]}"
             raise
         finally:
+            self._helper.shutdown()
             if not self._stopping.is_set():
                 self.counters.training_goes_on()
                 self.counters.training_error = reason
@@ -144,30 +162,34 @@ class TrainingLoop:
                 continue
             # Before a draw: what is idle has nothing left that a draw took, and gated it.
             self.counters.idle = False
-            drawn = self._stored(partial(self._draw, run))
-            if drawn is None:
+            following = self._following(run)
+            if following is None:
                 self._stopping.wait(_RETRY_S)
                 continue
+            _, drawn, collated = following
             if not drawn.samples:
+                self.economy.ran_dry()
                 self._consider(run)
                 self._sleep()
                 continue
             if run.run_id != self.position.run_id:
                 self._begin_run(run)
             shortage = ""
+            self._look_ahead(run)
             try:
-                metrics = learner.step(drawn.samples, run.heads)
+                metrics = learner.step(drawn.samples, run.heads, collated)
             except RefusedError as error:
                 # A version was forgotten between draw and step: its samples are too old to train.
                 if error.reason not in (_FORGOTTEN, _DEVICE_MEMORY):
                     raise
                 logger.info("a batch was put back: %s", error)
+                self._give_back()
                 self._stored(partial(run.put_back, drawn))
                 metrics, shortage = None, str(error) if error.reason == _DEVICE_MEMORY else ""
             samples, number = len(drawn.samples), drawn.number
             # Samples that are held cannot leave the store, and a gate or a pause may be long. The
             # error held them, too.
-            del drawn
+            del following, drawn, collated
             if metrics is None:
                 if shortage:
                     self._wait_for_memory(shortage)
@@ -175,7 +197,7 @@ class TrainingLoop:
             self._retry_s = _RETRY_S
             self.counters.device_memory.labels("step").inc(metrics.memory_retries)
             self.position = replace(self.position, draws=number)
-            self.economy.trained(metrics.seconds)
+            self.economy.trained(metrics.seconds, metrics.tokens)
             self.counters.trained(
                 samples=samples,
                 tokens=metrics.anchors,
@@ -218,16 +240,50 @@ class TrainingLoop:
         self._stopping.wait(self._retry_s)
         self._retry_s = min(2 * self._retry_s, _MOST_RETRY_S)
 
-    def _draw(self, run: Run) -> Drawn:
+    def _following(self, run: Run) -> _Next | None:
+        """The next batch, drawn now or ahead; None where none can be drawn now."""
+        following = self._ahead.result() if self._ahead is not None else None
+        if following is not None and following.run is run and following.drawn.samples:
+            self._ahead = None
+            return following
+        del following
+        self._give_back()
+        return self._stored(lambda: _Next(run, self._draw(run)))
+
+    def _look_ahead(self, run: Run) -> None:
+        """Draw and collate the next batch meanwhile, unless its size depends on this step."""
+        pace, config = self.learner.pace, self.config.training
+        judged = self._steps_since_candidate + 1 >= pace.steps_per_candidate(config)
+        if pace.measured and not judged:
+            self._ahead = self._helper.submit(self._drawn_ahead, run)
+
+    def _drawn_ahead(self, run: Run) -> _Next:
+        try:
+            drawn = self._draw(run, ahead=True)
+        except RefusedError:
+            return _Next(run, Drawn(0, []))  # The training thread finds the same, and says so.
+        try:
+            return _Next(run, drawn, self.learner.collate(drawn.samples, run.heads))
+        except RefusedError:
+            return _Next(run, drawn)
+
+    def _give_back(self) -> None:
+        """Undo the draw that was made ahead, if any."""
+        if self._ahead is not None:
+            run, drawn, _ = self._ahead.result()
+            self._ahead = None
+            if drawn.samples:
+                self._stored(partial(run.put_back, drawn))
+
+    def _draw(self, run: Run, ahead: bool = False) -> Drawn:
         """The samples of the next step."""
         now = time.monotonic()
         if self.config.training.batch_tokens is None and now >= self._sized_at + _RETRY_S:
             self._arrived = run.store.tokens_of_a_version()
             self._sized_at = now
         epochs = self.config.replay.max_epochs
-        return run.draw(
-            self.learner.pace.batch_tokens(self.config.training, self._arrived * epochs)
-        )
+        tokens = self.learner.pace.batch_tokens(self.config.training, self._arrived * epochs)
+        return run.draw(tokens, ahead)
 
     def _pays(self, run: Run) -> bool:
         """Decide by the economy whether to train on what is stored for this policy version."""
@@ -264,6 +320,8 @@ class TrainingLoop:
 
     def _consider(self, run: Run) -> None:
         """Gate the weights if they moved since the last time, by states of the run they saw."""
+        # A release contains every draw, and what is held cannot leave the store in a long gate.
+        self._give_back()
         if not self._steps_since_candidate or run.run_id != self.position.run_id:
             return
         self._steps_since_candidate = 0

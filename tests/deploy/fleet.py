@@ -143,7 +143,7 @@ def trainer_of(folder: Path, draft: Path) -> Service:
     config.write_text(
         f"[server]\nport = {port}\nmetrics_port = 0\nshared_memory = ''\n"
         f'[draft]\ninitial = "{draft}"\nregistry = "registry"\n'
-        "[replay]\ncapacity_bytes = 1048576\n[training]\ncpu_kernels = 'off'\n"
+        "[replay]\ncapacity_bytes = 8388608\n[training]\ncpu_kernels = 'off'\n"
         '[publish]\nrollout_servers = ["file:fleet"]\nreconcile_s = 0.5\n'
     )
     command = [script("draft-trainer"), "serve", "--config", str(config)]

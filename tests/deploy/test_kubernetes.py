@@ -88,6 +88,24 @@ def test_manifests_shared_memory_fits_the_bridge(manifests: list[Manifest]) -> N
 
 
 @pytest.mark.parametrize("name", ["gpu", "secure"])
+def test_gpu_samples_are_in_memory_of_the_pod(name: str) -> None:
+    """A network volume would take as many bytes as the bridges send."""
+    manifests = overlay(name)
+    replay, trainer = trainer_config(manifests).replay, container(manifests, "draft-trainer")
+    volumes = {v["name"]: v for v in dict(pods(manifests))["policy"]["volumes"]}
+    assert replay.directory is not None
+    (mount,) = [
+        m for m in trainer["volumeMounts"] if m["mountPath"] == str(replay.directory.parent)
+    ]
+    memory = volumes[mount["name"]]["emptyDir"]
+    assert memory["medium"] == "Memory"
+    # Beside the samples five policy versions, of an 8B policy's embeddings and lm_head rows.
+    room = size(memory["sizeLimit"])
+    assert room >= replay.capacity_bytes + (replay.max_policy_lag + 1) * (151_936 + 32_768) * 8192
+    assert size(trainer["resources"]["limits"]["memory"]) >= room + size("32Gi")
+
+
+@pytest.mark.parametrize("name", ["gpu", "secure"])
 def test_gpu_training_share_is_trainers_share_of_gpus(name: str) -> None:
     manifests = overlay(name)
     servers = only(manifests, "StatefulSet", "slipstream-rollout")["spec"]["replicas"]

@@ -189,6 +189,9 @@ class Stream:
 
     def __enter__(self) -> Stream:
         self.credit += self._next("credit").credit.bytes
+        first = self._next("acks").acks
+        assert not first.acks
+        self.wanted_tokens = first.wanted_tokens
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -203,7 +206,9 @@ class Stream:
         request = request_of(sample) if isinstance(sample, Sample) else sample
         self.credit -= request.ByteSize()
         self.put(request)
-        answer = self._next("acks").acks
+        # One without acks says that other tokens are wanted than before.
+        while not (answer := self._next("acks").acks).acks:
+            pass
         self.credit += answer.credit_bytes
         self.wanted_tokens = answer.wanted_tokens
         (ack,) = answer.acks
@@ -212,7 +217,7 @@ class Stream:
     def finish(self) -> None:
         """Nothing more to send; returns when the trainer has ended the call."""
         self._requests.put(None)
-        assert list(self.call) == []
+        assert not [each for each in self.call if each.acks.acks]
 
     def _next(self, kind: str) -> pb.StreamStatesResponse:
         response = next(self.call)

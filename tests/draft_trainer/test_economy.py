@@ -403,3 +403,57 @@ def test_modes_that_decide_nothing(mode: str, train: bool) -> None:
     assert loop.economy.wants_states is train
     # The figures are known all the same.
     assert (loop.saves, loop.costs) == (0.0, 100.0)
+
+
+@pytest.mark.parametrize("short", [1000, 50])
+def test_what_is_wanted_follows_what_training_keeps_up_with(short: int) -> None:
+    """A store has room for eight versions of work; the newest of four is trained on first.
+
+    Every third version may be short. The first one is sent before anything is known.
+    """
+    economy = Economy(EconomyConfig(mode="always"))
+    economy.decide(0)
+    waiting: dict[int, int] = {}
+    sent = lost = trained = could = 0
+    for version in range(1, 61):
+        wanted = min(economy.trainable or 8000, 8000)
+        waiting[version], sent = wanted, sent + wanted
+        left = short if version % 3 == 0 else 1000
+        could += left
+        for one in sorted(waiting, reverse=True):
+            took = min(left, waiting[one])
+            waiting[one], left, trained = waiting[one] - took, left - took, trained + took
+            economy.trained(1.0, took)
+        if left:
+            economy.ran_dry()
+        lost += waiting.pop(version - 3, 0)
+        economy.decide(version)
+    assert lost < 0.2 * sent and trained > 0.85 * could
+
+
+def test_what_is_wanted_grows_where_training_runs_dry() -> None:
+    economy = Economy(EconomyConfig(mode="always"))
+    economy.decide(0)
+
+    def version(number: int, tokens: int, dry: bool) -> int:
+        economy.trained(1.0, tokens)
+        if dry:
+            economy.ran_dry()
+        economy.decide(number)
+        return economy.trainable
+
+    assert [version(n, 100, True) for n in (1, 2)] == [0, 0], "it has kept up with all that came"
+    # One that began late, or is short, counts with the one before it.
+    assert [version(n, 10, False) for n in (3, 4)] == [0, 10]
+    assert [version(n, 10, True) for n in (5, 6)] == [15, 15]
+    # Within a version too, which may be a long one.
+    economy.trained(1.0, 30)
+    assert economy.trainable == 15
+    economy.ran_dry()
+    assert economy.trainable == 45 and economy.tokens == 30
+    economy.decide(7)
+    assert (economy.trainable, economy.tokens) == (30, 0)
+    economy.decide(8)
+    assert economy.trainable == 30, "no training, no news"
+    economy.begin("another run")
+    assert economy.trainable == 0

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,9 @@ from torch import Tensor
 
 from draft_trainer.config import GateSection, TrainingConfig
 from draft_trainer.counters import Counters
+from draft_trainer.drafters import batch
+from draft_trainer.drafters import expected_acceptance as acceptance
+from draft_trainer.drafters.batch import batches
 from draft_trainer.drafters.eagle3.head import Eagle3Head
 from draft_trainer.drafters.expected_acceptance import AcceptanceEstimate, expected_acceptance
 from draft_trainer.drafters.policy import PolicyHeads
@@ -465,6 +469,39 @@ def test_gate_judges_the_best_candidate(
         )
 
 
+def test_gate_collates_each_batch_once_for_all_heads(
+    trained: tuple[Policy, Eagle3Head, Eagle3Head], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy, before, after = trained
+    samples, heads, size = completions(policy, 20, seed=1), policy.heads(), 100
+    alone = [expected_acceptance(one, samples, heads, 3, "greedy", size) for one in (after, before)]
+    count = len([*batches(samples, heads, size)])
+    done: Counter[str] = Counter()
+
+    def counted(module: ModuleType, name: str) -> None:
+        function = getattr(module, name)
+
+        def call(*given: object) -> object:
+            done[name] += 1
+            return function(*given)
+
+        monkeypatch.setattr(module, name, call)
+
+    counted(batch, "_collate")
+    counted(acceptance, "visit_probabilities")
+    config, three = GateSection(min_anchors=100), [after] * 3
+    result, _ = gate.compare(config, three, before, samples, heads, 3, "greedy", size)
+    assert done == {"_collate": count, "visit_probabilities": 4} and count > 4
+    figures = result.gate
+    found = (figures.candidate_acceptance_length, figures.incumbent_acceptance_length)
+    assert found == tuple(one.acceptance_length for one in alone)
+    # As many rows at once as memory allows: the figures are the same.
+    monkeypatch.setattr(acceptance, "_MOST_WALKED", 1)
+    again, _ = gate.compare(config, three, before, samples, heads, 3, "greedy", size)
+    assert done == {"_collate": 2 * count, "visit_probabilities": 4 + 4 * count}
+    assert again.gate.difference == pytest.approx(figures.difference, abs=1e-12)
+
+
 def test_gain_of_best_of_many_candidates_is_not_inflated(monkeypatch: pytest.MonkeyPatch) -> None:
     """No release is promoted for being the luckiest of several that gain nothing.
 
@@ -479,7 +516,7 @@ def test_gain_of_best_of_many_candidates_is_not_inflated(monkeypatch: pytest.Mon
         values = lengths.pop(0)
         return AcceptanceEstimate(float(values.mean()), (), 1e6, len(values), values, groups)
 
-    monkeypatch.setattr(gate, "expected_acceptance", estimate)
+    monkeypatch.setattr(gate, "acceptance_on", estimate)
     monkeypatch.setattr(gate, "RESAMPLES", 99)  # of 4,000 intervals
     config, nobody, gains = GateSection(min_anchors=100), PolicyHeads(1), list[float]()
     draft = head(0)

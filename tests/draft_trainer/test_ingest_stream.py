@@ -5,9 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import grpc
+import pytest
 
 from draft_trainer.counters import by_label
 from draft_trainer.server.app import TrainerServer
+from slipstream.errors import RefusedError
 from slipstream.v1 import draft_trainer_pb2 as pb
 from tests.draft_trainer.rig import (
     Client,
@@ -27,7 +29,7 @@ def test_stream_over_its_credit_is_ended(trainer: tuple[TrainerServer, Client]) 
     with Stream(client) as stream:
         assert stream.credit == 1 << 17
         stream.put(request_of(message.repacked(sample_id="x" * (1 << 17))))
-        error = refusal(lambda: next(stream.call))
+        error = refusal(lambda: list(stream.call))
     assert error.code is grpc.StatusCode.RESOURCE_EXHAUSTED
     assert error.field == "credit"
     assert f"{1 << 17} bytes of credit left" in error.found
@@ -74,13 +76,39 @@ def test_stream_reopened_after_cut_acks_duplicates(
     assert duplicates - counted.get("duplicate", 0) == 7
 
 
-def test_sample_larger_than_replay_is_refused(tmp_path: Path) -> None:
-    with feeding(make_config(tmp_path, replay={"capacity_bytes": 64}), train=False) as (_, client):
-        (message,) = rollouts(1)
-        for ack in client.send(message, message):
-            assert ack.status == pb.ACK_STATUS_REFUSED
-            assert ack.refusal.field == "sample"
-            assert "at most 64 bytes" in ack.refusal.expected
+def test_replay_without_room_for_two_samples_is_refused(tmp_path: Path) -> None:
+    # 32 tokens of four bf16 states of 16, in blocks of 4,800 bytes.
+    config = make_config(
+        tmp_path, server={"max_tokens_per_sample": 32}, replay={"capacity_bytes": 9599}
+    )
+    with pytest.raises(RefusedError) as refused:
+        TrainerServer(config)
+    assert (refused.value.field, refused.value.found) == ("replay.capacity_bytes", "9599")
+    assert refused.value.expected.startswith("at least 9600, two samples of 32 tokens")
+    assert not (tmp_path / "samples").exists()
+    replay = config.replay.model_copy(update={"capacity_bytes": 9600})
+    with feeding(config.model_copy(update={"replay": replay}), train=False) as (_, client):
+        (ack,) = client.send(*rollouts(1))
+        assert ack.status == pb.ACK_STATUS_ACCEPTED
+
+
+def test_wanted_tokens_are_shared_by_the_streams(tmp_path: Path) -> None:
+    """Before the first sample half of the store is counted in float32 states, and told at once."""
+    with feeding(make_config(tmp_path), train=False) as (server, client):
+        half = 1 << 21
+        with Stream(client) as first:
+            # 2,048 tokens of 277 bytes, with what aligns the states.
+            assert first.wanted_tokens == half * 2048 // (2048 * 277)
+            with Stream(client) as second:
+                assert second.wanted_tokens == first.wanted_tokens // 2
+                told = next(first.call).acks
+                assert (told.wanted_tokens, len(told.acks)) == (second.wanted_tokens, 0)
+            told = next(first.call).acks
+            assert told.wanted_tokens == first.wanted_tokens
+            (sample,) = rollouts(1)
+            first.send(sample)
+            assert first.wanted_tokens == half * sample.tokens // sample.nbytes
+            assert server.status.read().samples_accepted == 1
 
 
 def test_old_rollout_with_new_teacher_is_accepted(

@@ -206,6 +206,25 @@ def test_samples_from_before_a_reboot_are_discarded(
     assert everything(opened(tmp_path).path) == [MARKER]
 
 
+@pytest.mark.parametrize(("name", "said"), [("nfs4", True), ("fuse.juicefs", True), ("xfs", False)])
+def test_folder_on_a_network_is_named(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    name: str,
+    said: bool,
+) -> None:
+    mounts, registry = tmp_path / "mounts", str(tmp_path / "registry").replace(" ", "\\040")
+    mounts.write_text(
+        f"none / ext4 rw 0 0\nhost:/a\\040b {registry} {name} rw 0 0\n"
+        f"none {registry}/other tmpfs rw 0 0\n"
+    )
+    monkeypatch.setattr(placement, "_MOUNTS", mounts)
+    opened(tmp_path).close(keep=False)
+    text = f"is on a network ({name}), to which every sample is written: set replay.directory"
+    assert (text in caplog.text) is said
+
+
 @pytest.mark.parametrize("boot", ["first", "another"])
 def test_samples_marker_is_synced_before_other_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, boot: str

@@ -7,6 +7,7 @@ import sqlite3
 import threading
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -14,13 +15,11 @@ import torch
 
 from benchmarks.publish_faults.memory_server import MemoryServer
 from draft_trainer.counters import total
-from draft_trainer.drafters.policy import PolicyHeads
 from draft_trainer.server.app import TrainerServer
 from draft_trainer.training.cores import CoreSeconds
 from draft_trainer.training.economy import Decision
 from draft_trainer.training.learner import StepMetrics
 from slipstream.errors import RefusedError
-from slipstream.sample import Sample
 from slipstream.tensors import ChunkAssembler
 from slipstream.v1 import draft_trainer_pb2 as pb
 from slipstream.v1 import release_pb2
@@ -246,9 +245,9 @@ def test_weights_trained_before_a_pause_are_judged(
             economy.last = Decision(version, version < 2, "the test's", economy.figures)
             return economy.last
 
-        def then_the_policy_moves(samples: list[Sample], heads: PolicyHeads) -> StepMetrics:
+        def then_the_policy_moves(*given: Any) -> StepMetrics:
             client.announce(2)
-            return step(samples, heads)
+            return step(*given)
 
         monkeypatch.setattr(economy, "decide", decide)
         monkeypatch.setattr(learner, "step", then_the_policy_moves)
@@ -343,13 +342,13 @@ def test_batch_whose_policy_version_was_forgotten_is_dropped(
     with running(make_config(tmp_path)) as (server, client):
         step, sent, drawn = server.loop.learner.step, threading.Event(), threading.Event()
 
-        def late(samples: list[Sample], heads: PolicyHeads) -> StepMetrics:
+        def late(*given: Any) -> StepMetrics:
             if not drawn.is_set():
                 assert sent.wait(DEADLINE)
                 for version in (2, 3, 4):
                     client.announce(version)
                 drawn.set()
-            return step(samples, heads)
+            return step(*given)
 
         monkeypatch.setattr(server.loop.learner, "step", late)
         client.open()

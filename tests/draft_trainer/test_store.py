@@ -295,6 +295,31 @@ def test_put_back_undoes_the_last_draw(tmp_path: Path) -> None:
     assert store.counts().unsaved == 3 == store.counts().resident
 
 
+def test_draw_ahead_is_full_bounded_and_undone(tmp_path: Path) -> None:
+    store = open_store(tmp_path, 8 * SIZE, max_epochs=1)
+    store.begin("run", {})
+    for i in range(6):
+        put(store, f"s{i}")
+    first = store.draw("run", 16)
+    assert not store.draw("run", 16 * 5, ahead=True).samples, "more may come for it"
+    assert not store.draw("run", 16 * 4, ahead=True).samples, "half of the space is for others"
+    second = store.draw("run", 16 * 3, ahead=True)
+    assert [len(first.samples), len(second.samples)] == [1, 3]
+    # What is not trained on after all goes back together.
+    store.put_back(first)
+    assert store.counts().pending == 6
+    del first, second
+    number = store.draw("run", 16).number
+    all_ahead = [s.sample_id for s in store.draw("run", 16 * 2, ahead=True).samples]
+    store.saved(number)
+    assert len(all_ahead) == 2 and store.counts().pending == 3
+    store.close()
+    # Killed while the one ahead was not trained on.
+    store = open_store(tmp_path, 8 * SIZE, max_epochs=1)
+    store.rewind(number, 0)
+    assert set(all_drawn(store)) >= set(all_ahead) and store.counts().resident == 5
+
+
 def test_new_run_begins_with_empty_store(tmp_path: Path) -> None:
     store = open_store(tmp_path, 10 * SIZE)
     store.begin("one", {})

@@ -183,7 +183,9 @@ def test_idle_stream_ends_and_frees_its_place(tmp_path: Path) -> None:
     try:
         feeder = Feeder(process.health, DEADLINE)
         feeder.serve()
-        assert list(feeder._call) == [], "ended without an error: its client opens another one"
+        assert not any(each.acks.acks for each in feeder._call), (
+            "ended without an error: its client opens another one"
+        )
         feeder.close()
         Feeder(process.health, DEADLINE).close()
     finally:
