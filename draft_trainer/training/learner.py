@@ -35,8 +35,8 @@ logger = logging.getLogger(__name__)
 
 
 class Collated(NamedTuple):
-    """The samples of a step, and their batches of at most ``pass_tokens``, each with the places where
-    its loss is computed."""
+    """The samples of a step, and their batches of at most ``pass_tokens``, each with the places
+    where its loss is computed."""
 
     samples: Sequence[Sample]
     pass_tokens: int

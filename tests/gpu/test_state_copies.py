@@ -100,9 +100,9 @@ def test_state_without_page_locked_memory_is_left_out(
             raise shortage("page-locked")
         return empty(*size, **options)
 
+    learner.step(policy.samples(8), policy.heads())
     with monkeypatch.context() as full:
         full.setattr(torch, "empty", short)
-        learner.step(policy.samples(8), policy.heads())
         states.after_step(learner, Position(0, "run", 1))
     assert "the training state of step 1 was not saved: CUDA error: out of memory" in caplog.text
     learner.step(policy.samples(8), policy.heads())
