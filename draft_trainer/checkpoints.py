@@ -133,10 +133,12 @@ def _tensor(
     directory: Path, held: Collection[str], names: Sequence[str], shape: list[int]
 ) -> Tensor:
     for name in (prefix + name for name in names for prefix in _PREFIXES):
-        if name in held:
-            tensor = load_tensors(directory, name)[name]
-            if list(tensor.shape) != shape or not tensor.is_floating_point():
-                found = f"{tensor.dtype} {list(tensor.shape)}"
+        module = name.removesuffix("weight")
+        if any(other.startswith(module) for other in held):
+            # The whole module: what is not its plain weight, under whatever name, is refused there.
+            tensor = load_tensors(directory, module).get(name)
+            if tensor is None or list(tensor.shape) != shape or not tensor.is_floating_point():
+                found = "nothing" if tensor is None else f"{tensor.dtype} {list(tensor.shape)}"
                 raise _refused(f"{directory}: {name}", found, f"floating point {shape}")
             return tensor
     raise _refused(

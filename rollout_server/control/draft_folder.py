@@ -16,7 +16,6 @@ import torch
 from slipstream import checkpoints
 from slipstream.checkpoints import (
     CONFIG_FILE,
-    DTYPES,
     MANIFEST_FILE,
     Layout,
     TensorLayout,
@@ -54,10 +53,8 @@ def quantization(config: Mapping[str, Any], layout: Layout) -> str:
     if given:
         method = given.get("quant_method") if isinstance(given, Mapping) else None
         return f"quantization_config ({method or 'of an unnamed method'})"
-    for name, tensor in layout.items():
-        if tensor.dtype not in DTYPES.values():
-            return f"{name} is {tensor.dtype}"
-    return ""
+    found = (checkpoints.quantized(name, tensor.dtype) for name, tensor in layout.items())
+    return next(filter(None, found), "")
 
 
 def read_draft_layout(directory: Path) -> dict[str, TensorLayout]:

@@ -95,6 +95,8 @@ _OUTSIDE = torch.cat([d2t()[:-1], torch.tensor([VOCAB])])
             {"norm__weight": torch.tensor([torch.nan, torch.inf, *[1] * 14])},
         ),
         ("fc.weight.*int64", {"fc__weight": torch.zeros(16, 48, dtype=torch.int64)}),
+        ("fc.weight is float8", {"fc__weight": torch.zeros(16, 48).to(torch.float8_e5m2)}),
+        ("fc.weight_scale is a part", {"fc__weight_scale": torch.ones(1)}),
         ("d2t.*nothing", {"d2t": None}),
         ("d2t.*ascending", {"d2t": d2t() + torch.arange(DRAFT_VOCAB).flip(0)}),
         ("d2t.*ascending", {"d2t": _OUTSIDE}),

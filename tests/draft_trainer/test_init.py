@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from draft_trainer.checkpoints import PolicyCheckpoint, read_policy
+from draft_trainer.checkpoints import PolicyCheckpoint, read_embeddings, read_policy
 from draft_trainer.cli.main import main
 from draft_trainer.drafters.eagle3.checkpoint import Eagle3
 from draft_trainer.drafters.eagle3.head import Eagle3Head
@@ -282,6 +282,52 @@ def test_read_policy_of_hugging_face_layouts(tmp_path: Path, policy_dir: Path) -
     (tmp_path / "model-00000.safetensors").write_bytes(b"none")
     with pytest.raises(RefusedError, match="model-00000"):
         read_policy(tmp_path)
+
+
+_FP8 = torch.ones(VOCAB, 192).to(torch.float8_e4m3fn)
+
+
+@pytest.mark.parametrize(
+    ("changes", "found"),
+    [
+        ({"lm_head.weight": _FP8}, "lm_head.weight is float8_e4m3fn"),
+        ({"lm_head.weight_scale": torch.ones(VOCAB, 1)}, "lm_head.weight_scale is a part"),
+        ({"lm_head.weight": _FP8.view(torch.uint8)[:, :96]}, "lm_head.weight is uint8"),
+        (
+            # As GPTQ and compressed-tensors name it: lm_head has no weight, and is not tied.
+            {"lm_head.weight": None, "lm_head.qweight": torch.zeros(24, VOCAB, dtype=torch.int32)},
+            "lm_head.qweight is a part",
+        ),
+        (
+            {"lm_head.weight": None, "lm_head.weight_packed": torch.zeros(VOCAB, 24).int()},
+            "lm_head.weight_packed is a part",
+        ),
+        ({"lm_head.weight.absmax": torch.ones(9)}, "lm_head.weight.absmax is a part"),
+        ({"model.norm.weight": _FP8[0]}, "model.norm.weight is float8_e4m3fn"),
+    ],
+)
+def test_quantized_weights_of_a_policy_are_refused_by_name(
+    tmp_path: Path, policy_dir: Path, changes: dict[str, torch.Tensor | None], found: str
+) -> None:
+    """As plain numbers they are rows up to 53,000 times too long, or the embeddings."""
+    tensors = load_file(policy_dir / "model.safetensors") | changes
+    kept = {name: tensor.contiguous() for name, tensor in tensors.items() if tensor is not None}
+    save_file(kept, tmp_path / "model.safetensors")
+    config = json.loads((policy_dir / "config.json").read_text())
+    del config["tie_word_embeddings"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(RefusedError, match=re.escape(found)) as refused:
+        read_policy(tmp_path)
+    assert "from before it was quantized" in refused.value.next_step
+
+
+def test_quantized_embeddings_of_a_policy_are_refused(tmp_path: Path, policy_dir: Path) -> None:
+    scale = {"model.embed_tokens.weight_scale_inv": torch.ones(1, 2)}
+    tensors = load_file(policy_dir / "model.safetensors") | scale
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text((policy_dir / "config.json").read_text())
+    with pytest.raises(RefusedError, match=r"weight_scale_inv is a part"):
+        read_embeddings(tmp_path)
 
 
 def test_init_writes_a_draft_of_every_token(

@@ -167,6 +167,17 @@ def test_module_path_unresolved_refused_by_field(paths: ModulePaths, field: str)
     assert refused.value.field == field
 
 
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
+@pytest.mark.parametrize("name", ["lm_head", "embed_tokens"])
+def test_quantized_matrix_is_refused_by_name(name: str, dtype: torch.dtype) -> None:
+    """As bitsandbytes and FP8 have it: the scales are kept elsewhere."""
+    model = tiny_qwen3()
+    part = model.lm_head if name == "lm_head" else model.model.embed_tokens
+    part.weight = torch.nn.Parameter(part.weight.detach().to(dtype), requires_grad=False)
+    with pytest.raises(RefusedError, match=rf"{name} in {dtype}, quantized"):
+        find_modules(model, ModulePaths())
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_push_keeps_router_bias_in_float32(dtype: torch.dtype) -> None:
     """A router's bias, of a bfloat16 policy and of float32 master weights."""

@@ -210,6 +210,8 @@ def quantized(policy_dir: Path, folder: Path, kind: str) -> Path:
             stem = name.removesuffix("weight")
             tensors[f"{stem}qweight"] = torch.zeros(8, 8, dtype=torch.int32)
             tensors[f"{stem}packed"] = torch.zeros(8, dtype=torch.uint8)
+        if kind == "packed":
+            tensors[f"{name}_packed"] = torch.zeros(8, 8, dtype=torch.int32)
         if kind in ("nested", "int8"):
             tensors[name] = weight if kind == "nested" else weight.to(torch.int8)
 
@@ -234,6 +236,7 @@ def quantized(policy_dir: Path, folder: Path, kind: str) -> Path:
         ("awq", "quantization_config (awq)"),
         ("int8", "model.layers.0.self_attn.q_proj.weight is I8"),
         ("scales", "is F8_E"),
+        ("packed", "self_attn.q_proj.weight_packed is a part of a quantized weight"),
         ("nested", ""),
     ],
 )
