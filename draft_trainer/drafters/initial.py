@@ -148,13 +148,12 @@ def aux_layers(
         first: the lowest that may be asked for.
 
     Raises:
-        RefusedError: not ascending, or outside the layers that can be captured.
+        RefusedError: not ascending, or outside the policy's layers.
     """
     depth = size_of(policy, "num_hidden_layers")
     chosen = choose_aux_layers(depth)
     next_step = f"leave the option out, which chooses {','.join(map(str, chosen))}"
-    # The residual stream after the last layer is the input of no layer: it cannot be captured.
-    return check_layers(given or chosen, "--aux-layers", next_step, first, depth - 1)
+    return check_layers(given or chosen, "--aux-layers", next_step, first, depth)
 
 
 def _sizes(policy: Mapping[str, Any], intermediate_size: int | None) -> dict[str, Any]:

@@ -151,7 +151,7 @@ def test_init_invalid_rope_is_refused(rope: dict[str, Any], field: str) -> None:
         ({"intermediate_size": None}, None, "--intermediate-size: found nothing"),
         ({"rms_norm_eps": None}, None, "config.json rms_norm_eps"),
         ({"rope_parameters": None}, None, "rope_theta"),
-        ({}, (2, 10), r"--aux-layers: found \[2, 10\], expected ascending layers from 0 to 9"),
+        ({}, (2, 11), r"--aux-layers: found \[2, 11\], expected ascending layers from 0 to 10"),
         ({}, (5, 2), "leave the option out, which chooses 2,5,7"),
     ],
 )

@@ -75,7 +75,7 @@ def test_open_run_answers_what_to_capture(tmp_path: Path) -> None:
     ("changes", "field", "found", "expected"),
     [
         ({"hidden_size": 32}, "policy.hidden_size", "32", str(HIDDEN)),
-        ({"num_hidden_layers": 5}, "policy.num_hidden_layers", "5", "more than 5"),
+        ({"num_hidden_layers": 4}, "policy.num_hidden_layers", "4", "at least 5"),
     ],
 )
 def test_policy_that_does_not_fit_the_draft(

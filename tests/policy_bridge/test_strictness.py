@@ -169,7 +169,7 @@ def test_version_going_backwards_turns_capture_off(
 @pytest.mark.parametrize(
     ("layers", "vocab", "field"),
     [
-        ((2, 4, 8), [1, 2], "aux_layers"),
+        ((2, 4, 9), [1, 2], "aux_layers"),
         ((2,), [1, 64], "draft_vocab_ids"),
         ((2,), [2, 1], "draft_vocab_ids"),
         ((2,), [], "draft_vocab_ids"),

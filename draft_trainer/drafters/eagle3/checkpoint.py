@@ -35,7 +35,7 @@ from slipstream.checkpoints import (
 )
 from slipstream.errors import RefusedError
 from slipstream.hub import read_json
-from slipstream.layers import AUX_LAYERS
+from slipstream.layers import AUX_LAYERS, check_layers
 
 # In this order: the first that matches a config.json reads it.
 _LAYOUTS = (SPECULATORS, MODELOPT, PLAIN)
@@ -141,13 +141,11 @@ class Eagle3(Drafter):
 
 def _check_fits_policy(config: HeadConfig, policy: Mapping[str, Any]) -> None:
     """Refuse a draft whose vocabulary, width or layers are not those of this config.json."""
-    depth, deepest = size_of(policy, "num_hidden_layers"), config.aux_layer_ids[-1]
+    depth = size_of(policy, "num_hidden_layers")
     width, next_step = size_of(policy, "hidden_size"), "give its draft"
     sizes = {"vocab_size": config.vocab_size, "target_hidden_size": config.target_hidden_size}
     check_fits(sizes, {**policy, "target_hidden_size": width}, next_step)
-    if deepest > depth:
-        expected = f"at most {depth}, for this policy"
-        raise RefusedError(f"the draft's {AUX_LAYERS}", deepest, expected, next_step)
+    check_layers(config.aux_layer_ids, f"the draft's {AUX_LAYERS}", next_step, last=depth)
 
 
 def _is_copy_of_the_policys(embeddings: Tensor, policy: Path | None, where: str) -> bool:
