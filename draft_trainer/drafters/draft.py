@@ -176,6 +176,7 @@ class Checkpoint:
         names: on disk, by the draft's own name.
         with_t2d: whether t2d is stored beside d2t.
         as_stored: whether vLLM can load the folder that it was read from as it is.
+        assumed: settings that neither its config.json nor its tensors say, "name = value" each.
     """
 
     module: Callable[..., Draft]
@@ -186,6 +187,13 @@ class Checkpoint:
     names: Mapping[str, str]
     with_t2d: bool
     as_stored: bool
+    assumed: tuple[str, ...] = ()
+
+    @property
+    def told(self) -> str:
+        """A line for people on what was assumed; empty if nothing was."""
+        given = "; ".join(self.assumed)
+        return given and f"assumed, as its config.json does not say (add what is right): {given}"
 
     def draft(self) -> Draft:
         """The draft in float32."""

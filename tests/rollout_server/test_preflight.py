@@ -50,7 +50,11 @@ def edit_tensors(directory: Path, change: Callable[[dict[str, torch.Tensor]], ob
 
 
 def test_eagle3_check_accepts_fitting_drafts(
-    tmp_path: Path, policy_dir: Path, reduced: Path, draft_dir: Path
+    tmp_path: Path,
+    policy_dir: Path,
+    reduced: Path,
+    draft_dir: Path,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     SERVED["eagle3"].check(policy_dir, reduced)
     SERVED["eagle3"].check(policy_dir, write_draft(tmp_path / "full", policy_dir))
@@ -58,6 +62,13 @@ def test_eagle3_check_accepts_fitting_drafts(
     # The default layers of 10, as vLLM counts them.
     nest_layers(reduced, [2, 5, 7])
     SERVED["eagle3"].check(policy_dir, reduced)
+    # The state after the last layer is one, too.
+    edit_config(reduced, eagle_aux_hidden_state_layer_ids=[2, 5, 10], eagle_config=None)
+    SERVED["eagle3"].check(policy_dir, reduced)
+    assert not caplog.messages
+    edit_config(reduced, eagle_aux_hidden_state_layer_ids=None)
+    SERVED["eagle3"].check(policy_dir, reduced)
+    assert "names no eagle_aux_hidden_state_layer_ids: vLLM assumes [2, 5, 7]" in caplog.text
 
 
 def test_shallow_policy_needs_draft_that_names_its_layers(

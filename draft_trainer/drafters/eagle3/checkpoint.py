@@ -22,7 +22,14 @@ from draft_trainer.drafters.draft import (
 )
 from draft_trainer.drafters.eagle3.config import OWN_EMBEDDINGS, HeadConfig
 from draft_trainer.drafters.eagle3.head import Eagle3Head
-from draft_trainer.drafters.eagle3.layouts import MODELOPT, PLAIN, SPECULATORS, Document, Layout
+from draft_trainer.drafters.eagle3.layouts import (
+    MODELOPT,
+    PLAIN,
+    SPECULATORS,
+    Document,
+    Layout,
+    assumed,
+)
 from slipstream.checkpoints import (
     CONFIG_FILE,
     WEIGHTS_FILE,
@@ -98,6 +105,7 @@ class Eagle3(Drafter):
             as_stored=served == document
             and {*names.values(), *maps} == stored.keys()
             and weight_files(directory) == [directory / WEIGHTS_FILE],
+            assumed=assumed(document, config),
         )
 
     def save(

@@ -15,7 +15,8 @@ lower acceptance than it was trained to.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import json
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -70,6 +71,34 @@ def default_layer_ids(document: Mapping[str, Any], policy: Path | None) -> list[
         )
     depth = size_of(read_policy_config(policy), "num_hidden_layers")
     return list(default_aux_layers(depth))
+
+
+def assumed(document: Mapping[str, Any], config: HeadConfig) -> tuple[str, ...]:
+    """Return what neither a config.json nor the shapes of its tensors say, "name = value" each.
+
+    A wrong value raises no error and loses acceptance, up to nearly all of it.
+    """
+    said = {*_named(document)}
+    taken = {
+        # vLLM's default for the policy's depth. It reads layer_ids, too.
+        AUX_LAYERS: None if "layer_ids" in said else config.aux_layer_ids,
+        # SafeAILab's trainer leaves it out.
+        "rope_theta": config.rope.theta,
+        "hidden_act": "silu",
+        # SpecForge's trainer has no other; speculators' has both.
+        "norm_before_residual": config.norm_before_residual,
+    }
+    unsaid = ((name, value) for name, value in taken.items() if name not in said)
+    return tuple(f"{name} = {json.dumps(value)}" for name, value in unsaid if value is not None)
+
+
+def _named(document: Mapping[str, Any]) -> Iterator[str]:
+    """The fields that have a value, however deep they are nested."""
+    for name, value in document.items():
+        if isinstance(value, Mapping):
+            yield from _named(value)
+        elif value not in (None, []):
+            yield name
 
 
 def counted(document: Document, ids: list[int]) -> Document:

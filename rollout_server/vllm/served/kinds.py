@@ -5,6 +5,7 @@ vLLM itself never notices an out-of-range layer or a wrong vocabulary map.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,8 @@ from slipstream.checkpoints import (
 )
 from slipstream.errors import RefusedError
 from slipstream.layers import AUX_LAYERS, ambiguous_layers, check_layers, default_aux_layers
+
+logger = logging.getLogger(__name__)
 
 DFLASH_ARCHITECTURE = "DFlashDraftModel"
 _DFLASH_PARTS = ("fc.", "hidden_norm.", "norm.", "layers.")
@@ -95,7 +98,9 @@ def _aux_layers(config: Mapping[str, Any], depth: int, where: str) -> tuple[int,
     nested = (config.get("eagle_config") or {}).get(AUX_LAYERS)
     ids = config.get(AUX_LAYERS) or nested
     if ids is None:
-        return default_aux_layers(depth)
+        assumed = default_aux_layers(depth)
+        logger.warning("%s names no %s: vLLM assumes %s", where, AUX_LAYERS, [*assumed])
+        return assumed
     # A policy of fewer than 8 layers has no default that the nested list could mean.
     usual = depth >= 8 and tuple(ids) == default_aux_layers(depth)
     if not config.get(AUX_LAYERS) and not usual:
