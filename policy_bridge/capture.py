@@ -31,7 +31,7 @@ from policy_bridge.hooks import ForwardTap
 from policy_bridge.logits import check_width, is_sharded, unfit
 from policy_bridge.model import PolicyModules, compiled_whole
 from policy_bridge.outbox import PRIORITIES
-from policy_bridge.selection import Candidate, Spent, bytes_per_token
+from policy_bridge.selection import Candidate, Spent, bytes_per_token, shape_of
 from policy_bridge.session import Session
 from policy_bridge.stats import Counters
 from slipstream.errors import RefusedError
@@ -61,13 +61,13 @@ def _aligned(name: str, values: torch.Tensor | None, shape: tuple[int, ...]) -> 
     """``values`` as [B, S], detached, a missing first column padded with 0."""
     if values is None:
         return None
-    values = values.detach()
-    if tuple(values.shape) == (shape[0], shape[1] - 1):
-        return F.pad(values, (1, 0))
-    if tuple(values.shape) != shape:
-        expected = f"{list(shape)} (or without the first column)"
-        raise RefusedError(name, list(values.shape), expected, "align it with input_ids")
-    return values
+    found = shape_of(values)
+    if found == [shape[0], shape[1] - 1]:
+        return F.pad(values.detach(), (1, 0))
+    if found != [*shape]:
+        expected = f"a tensor {list(shape)} (or without the first column)"
+        raise RefusedError(name, found, expected, "align it with input_ids")
+    return values.detach()
 
 
 @dataclass(eq=False, kw_only=True)
@@ -260,9 +260,9 @@ class Capture:
                 ("attention_mask", attention_mask),
                 ("position_ids", position_ids),
             ):
-                if tensor is not None and tuple(tensor.shape) != shape:
-                    expected = f"the pass's {list(shape)}"
-                    raise RefusedError(name, list(tensor.shape), expected, "pass what was run")
+                if tensor is not None and shape_of(tensor) != [*shape]:
+                    expected = f"a tensor of the pass's {list(shape)}"
+                    raise RefusedError(name, shape_of(tensor), expected, "pass what was run")
             if self.moved():
                 # An optimizer step since the sync: these states belong to no announced version.
                 self.counters.shed("policy_moved", len(input_ids), 0)

@@ -172,6 +172,7 @@ _LAYER_PATHS = (
     "transformer.layers",
     "gpt_neox.layers",
     "model.decoder.layers",
+    "backbone.layers",
 )
 
 

@@ -281,6 +281,11 @@ class PassInputs:
         return name == "position_ids" and mask is None and not self.cached
 
 
+def shape_of(values: object) -> object:
+    """Return a tensor's sizes, or the type of what was given instead."""
+    return [*values.shape] if isinstance(values, torch.Tensor) else type(values).__name__
+
+
 def scores_of(
     name: str, values: torch.Tensor | Sequence[float] | None, sequences: int
 ) -> list[float | None]:

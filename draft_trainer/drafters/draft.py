@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -25,6 +24,7 @@ from slipstream.checkpoints import (
     CONFIG_FILE,
     WEIGHTS_FILE,
     read_layout,
+    reading_config,
     t2d_of,
     target_ids,
     weight_files,
@@ -392,7 +392,9 @@ class OneLayout(Drafter):
             document=document,
             names=names,
             with_t2d=False,
-            as_stored=unchanged and one_file and read_layout(directory).keys() == shapes.keys(),
+            as_stored=unchanged
+            and one_file
+            and read_layout(directory, unused=True).keys() == shapes.keys(),
         )
 
     def save(
@@ -453,22 +455,6 @@ def check_fits(found: Mapping[str, object], policy: Mapping[str, Any], next_step
         if value != policy.get(name):
             expected = f"{policy.get(name)}, for this policy"
             raise RefusedError(f"the draft's {name}", value, expected, next_step)
-
-
-_WRONG_VALUES = (
-    *(ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError),
-)
-
-
-@contextmanager
-def reading_config(directory: Path, next_step: str) -> Iterator[None]:
-    """Turn Python's own errors on a config.json's values (wrong type, too large) into a refusal."""
-    try:
-        yield
-    except _WRONG_VALUES as error:
-        expected = "fields of the types that vLLM reads"
-        path = directory / CONFIG_FILE
-        raise RefusedError(str(path), repr(error), expected, next_step) from error
 
 
 def tensor_shapes(build: Callable[[], nn.Module]) -> dict[str, torch.Size]:

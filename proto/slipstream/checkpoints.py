@@ -45,6 +45,15 @@ DTYPES = {
 
 _ADVICE = "write the checkpoint again, as safetensors"
 _INDEX_FILE = f"{WEIGHTS_FILE}.index.json"
+UNUSED = {
+    "attn_factor": "DeepSeek-R1-0528-Qwen3-8B's YaRN has it; nobody reads it",
+    "finetuned": "it says how YaRN's authors trained",
+    "extrapolation_factor": "neither vLLM nor transformers passes it on to YaRN",
+    "rotary_emb.inv_freq": "vLLM and transformers compute the frequencies from config.json",
+}
+"""Settings and tensors that change no number, each with the reason. Any other that is unknown where
+settings or tensors are read one by one may change some, and is refused."""
+
 # What compressed-tensors, ModelOpt, DeepSeek, GPTQ, AWQ and bitsandbytes store of a weight.
 _PACKED = re.compile(
     r"(^|\.)(weight_(scale\w*|packed|zero_point|shape|g_idx)|scale_inv|qweight|qzeros|scales|g_idx|"
@@ -73,11 +82,29 @@ Layout = Mapping[str, TensorLayout]
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """The language model's part of a config.json, which multimodal models nest."""
-    for name in _NESTED_CONFIGS:
-        nested = config.get(name)
-        if isinstance(nested, Mapping) and nested:
-            return nested
-    return config
+    nested = (config.get(name) for name in _NESTED_CONFIGS)
+    found = next((part for part in nested if isinstance(part, Mapping) and part), config)
+    kinds = found.get("layers_block_type")
+    if isinstance(kinds, list) and "num_hidden_layers" not in found:
+        # transformers 5 saves Nemotron-H's depth so.
+        return {**found, "num_hidden_layers": len(kinds)}
+    return found
+
+
+_WRONG_VALUES = (
+    *(ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError),
+)
+
+
+@contextmanager
+def reading_config(directory: Path, next_step: str) -> Iterator[None]:
+    """Turn Python's own errors on a config.json's values (wrong type, too large) into a refusal."""
+    try:
+        yield
+    except _WRONG_VALUES as error:
+        expected = "fields of the types that vLLM reads"
+        path = directory / CONFIG_FILE
+        raise RefusedError(str(path), repr(error), expected, next_step) from error
 
 
 def without_code(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -146,8 +173,10 @@ def _open_safetensors(path: Path) -> Iterator[Any]:
         raise RefusedError(str(path), error, "a safetensors file", _ADVICE) from error
 
 
-def read_layout(directory: Path) -> dict[str, TensorLayout]:
+def read_layout(directory: Path, *, unused: bool = False) -> dict[str, TensorLayout]:
     """Names, dtypes and shapes of every tensor, from the files' headers.
+
+    Those that are ``UNUSED`` are left out but where they are asked for.
 
     Raises:
         RefusedError: a file is missing, unreadable or pickled.
@@ -156,6 +185,8 @@ def read_layout(directory: Path) -> dict[str, TensorLayout]:
     for path in weight_files(directory):
         with _open_safetensors(path) as file:
             for name in file.keys():  # noqa: SIM118 (not a dict: it has no __iter__)
+                if name.endswith((*UNUSED,)) and not unused:
+                    continue
                 tensor = file.get_slice(name)
                 dtype = DTYPES.get(tensor.get_dtype(), tensor.get_dtype())
                 layout[name] = TensorLayout(dtype, tuple(tensor.get_shape()))
@@ -187,7 +218,7 @@ def load_tensors(directory: Path, prefix: str | tuple[str, ...] = "") -> dict[st
     for path in weight_files(directory):
         with _open_safetensors(path) as file:
             names = [name for name in file.keys() if name.startswith(prefix)]  # noqa: SIM118
-            held = {name: file.get_tensor(name) for name in names}
+            held = {n: file.get_tensor(n) for n in names if not n.endswith((*UNUSED,))}
         for name, tensor in held.items():
             if found := quantized(name, str(tensor.dtype).removeprefix("torch.")):
                 step = "give the checkpoint from before it was quantized, in bfloat16"

@@ -130,6 +130,24 @@ def test_draft_of_another_policy_is_refused(
         Eagle3().read(tmp_path, policy_folder(tmp_path, **sizes))
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"architectures": ["Qwen3DSparkModel"], "num_hidden_layers": 5},
+        {"architectures": ["DFlashDraftModel"], "num_hidden_layers": 5},
+        {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 2},  # with draft_vocab_size
+    ],
+)
+def test_draft_of_another_kind_is_not_called_a_policy(
+    tmp_path: Path, changes: dict[str, Any]
+) -> None:
+    saved(tmp_path)
+    edit_config(tmp_path, **changes)
+    with pytest.raises(RefusedError, match="found a draft of another kind") as refused:
+        Eagle3().read(tmp_path)
+    assert "draft.kind" in refused.value.next_step and "policy" not in refused.value.next_step
+
+
 def test_unreadable_files_are_refused(tmp_path: Path) -> None:
     with pytest.raises(RefusedError, match=r"model\.safetensors.*neither fetched"):
         Eagle3().read(tmp_path)

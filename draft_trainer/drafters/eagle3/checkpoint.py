@@ -17,7 +17,6 @@ from draft_trainer.drafters.draft import (
     Drafter,
     check_fits,
     check_tensors,
-    reading_config,
     tensor_shapes,
 )
 from draft_trainer.drafters.eagle3.config import OWN_EMBEDDINGS, HeadConfig
@@ -37,6 +36,7 @@ from slipstream.checkpoints import (
     d2t_of,
     load_tensors,
     read_layout,
+    reading_config,
     text_config,
     weight_files,
 )
@@ -70,7 +70,8 @@ class Eagle3(Drafter):
         """
         weight_files(directory)  # refuses a pickle before anything that is missing
         config, layout, document, served = _read_config(directory, policy)
-        stored = load_tensors(directory)
+        # NeMo AutoModel's are below "model.".
+        stored = {name.removeprefix("model."): t for name, t in load_tensors(directory).items()}
         where = str(directory)
         tensors = {name: t for name, t in stored.items() if name not in layout.leftovers}
         d2t, t2d = tensors.pop("d2t", None), tensors.pop("t2d", None)
@@ -103,7 +104,7 @@ class Eagle3(Drafter):
             names=names,
             with_t2d=t2d is not None or layout.write is None,
             as_stored=served == document
-            and {*names.values(), *maps} == stored.keys()
+            and {*names.values(), *maps} == read_layout(directory, unused=True).keys()
             and weight_files(directory) == [directory / WEIGHTS_FILE],
             assumed=assumed(document, config),
         )
@@ -198,6 +199,11 @@ def _refuse_policy(directory: Path, document: Document) -> None:
     layers = text.get("num_hidden_layers", text.get("n_layer"))
     if names and "eagle" not in names.lower() and isinstance(layers, int) and layers > 1:
         found = f"a language model ({names}, {layers} layers)"
+        named = any(part in names.lower() for part in ("draft", "dspark"))
+        if named or "draft_vocab_size" in document:
+            found = f"a draft of another kind ({names}, {layers} layers)"
+            next_step = "set draft.kind to its kind, where docs/mechanisms.md has it (dflash)"
+            raise RefusedError(str(directory), found, "an EAGLE-3 draft", next_step)
         make = f"draft-trainer init --policy {directory} --out DIR"
         small = 'draft.kind = "draft_model", if this small model is to draft'
         next_step = f"if this is the policy, give its draft or make one: {make}; or set {small}"

@@ -25,6 +25,9 @@ from draft_trainer.checkpoints import Refuse, read_policy_config, size_of
 from draft_trainer.drafters.eagle3.config import ARCHITECTURES, OWN_EMBEDDINGS, HeadConfig
 from slipstream.layers import AUX_LAYERS, ambiguous_layers, default_aux_layers
 
+_AUTOMODEL = "LlamaEagle3DraftModel"
+"""The class in the config.json of NeMo AutoModel 0.7 (``speculative/eagle/draft_llama.py``)."""
+
 Document = dict[str, Any]
 """A config.json."""
 
@@ -129,11 +132,18 @@ def _read(document: Document, policy: Path | None) -> tuple[HeadConfig, Document
 def _explicit(document: Document) -> Document:
     """Write out what vLLM makes of a class's name, a missing rotary base and tied embeddings.
 
-    SafeAILab's trainer names the policy's class and leaves the base out. vLLM loads a draft's
+    SafeAILab's trainer names the policy's class and leaves the base out, NeMo AutoModel names its
+    own. vLLM loads a draft's
     lm_head whatever the file says of tying, and would tie it where it equals the embeddings.
     """
     names = [name for known in ARCHITECTURES.values() for name in known]
     given = document["architectures"] or ()
+    if [*given] == [_AUTOMODEL]:
+        # All else in it is the policy's own config.json; the draft has one layer without a window.
+        others = ("layer_types", "sliding_window", "use_sliding_window")
+        document = {name: value for name, value in document.items() if name not in others}
+        document |= {"model_type": "llama", "num_hidden_layers": 1}
+        given = ARCHITECTURES["llama"][:1]
     renamed = [f"Eagle3{name}" if f"Eagle3{name}" in names else name for name in given]
     document = {**document, "architectures": renamed}
     ropes = [document.get(field) or () for field in ("rope_scaling", "rope_parameters")]

@@ -59,15 +59,18 @@ class Eagle3(Served):
         # A speculators checkpoint nests the sizes.
         sizes: Mapping[str, Any] = config.get("transformer_layer_config") or config
         path = f"{draft_dir / 'config.json'}"
+        if "model.fc.weight" in layout:
+            found, step = "model.fc.weight", "serve release 0 of a registry that began with it"
+            raise RefusedError(f"{draft_dir}: tensors", found, "fc.weight, as vLLM has it", step)
         if "fc.weight" not in layout and int(config.get("num_hidden_layers", 1)) > 1:
             found_kind = f"a language model ({config['num_hidden_layers']} layers, no fc.weight)"
             make = f"draft-trainer init --policy {model_dir} --out DIR"
             step = f"make one ({make}), or let this model draft: --draft-kind draft_model"
             raise RefusedError(f"--draft {draft_dir}", found_kind, "an EAGLE-3 draft", step)
-        found = int(config.get("target_hidden_size") or sizes.get("hidden_size", 0))
-        if found != hidden:
+        width = int(config.get("target_hidden_size") or sizes.get("hidden_size", 0))
+        if width != hidden:
             expected = f"{hidden} (hidden_size of {model_dir})"
-            raise RefusedError(f"{path}: hidden_size", found, expected, _OTHER_DRAFT)
+            raise RefusedError(f"{path}: hidden_size", width, expected, _OTHER_DRAFT)
         layers = _aux_layers(config, depth, f"{path}:")
         fc, width = layout.get("fc.weight"), len(layers) * hidden
         if fc is None or len(fc.shape) != 2 or fc.shape[1] != width:
