@@ -26,9 +26,9 @@ _PREFIXES = (
     *("", "model.", "model.language_model.", "language_model.", "language_model.model."),
     "backbone.",
 )
-# The second is Nemotron-H's.
+# The second ones are Nemotron-H's, the third LFM2's.
 _EMBEDDINGS = ("embed_tokens.weight", "embeddings.weight")
-_NORMS = ("norm.weight", "norm_f.weight")
+_NORMS = ("norm.weight", "norm_f.weight", "embedding_norm.weight")
 
 
 @dataclass(frozen=True)

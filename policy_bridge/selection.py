@@ -201,7 +201,7 @@ def spans_of(
 
 @dataclass(frozen=True)
 class PassInputs:
-    """What a policy's decoder was called with, as far as it says which tokens belong together.
+    """The inputs of a call of a policy's decoder that say which tokens belong together.
 
     Attributes:
         ids: whole numbers [B, S], if it was token ids.

@@ -392,9 +392,7 @@ class OneLayout(Drafter):
             document=document,
             names=names,
             with_t2d=False,
-            as_stored=unchanged
-            and one_file
-            and read_layout(directory, unused=True).keys() == shapes.keys(),
+            as_stored=unchanged and one_file and read_layout(directory).keys() == shapes.keys(),
         )
 
     def save(

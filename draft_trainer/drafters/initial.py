@@ -25,6 +25,10 @@ _ZERO_CENTRED = (
 """The ``model_type`` of policies whose final norm multiplies by 1 + its weight."""
 
 
+_EPSILONS = ("rms_norm_eps", "layer_norm_epsilon", "norm_eps", "layer_norm_eps")
+"""Names of the norms' epsilon: most policies', Nemotron-H's, LFM2's, Cohere's."""
+
+
 def choose_draft_vocabulary(counts: Tensor, size: int) -> Tensor:
     """The tokens that were sampled most often; of equally frequent ones the lower ids.
 
@@ -169,8 +173,7 @@ def _sizes(policy: Mapping[str, Any], intermediate_size: int | None) -> dict[str
     def optional(name: str) -> int | None:
         return size_of(policy, name) if policy.get(name) else None
 
-    # Nemotron-H's name is the second.
-    eps = policy.get("rms_norm_eps", policy.get("layer_norm_epsilon"))
+    eps = next(filter(None, map(policy.get, _EPSILONS)), None)
     if not isinstance(eps, float):
         raise RefusedError(
             "the policy's config.json rms_norm_eps", eps, "a number", "write the draft's by hand"

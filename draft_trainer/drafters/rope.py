@@ -16,7 +16,6 @@ from torch import Tensor
 
 from draft_trainer.checkpoints import Refuse
 from draft_trainer.drafters.ops import rotate_heads
-from slipstream.checkpoints import UNUSED
 from slipstream.errors import RefusedError
 
 _REQUIRED = {
@@ -35,12 +34,20 @@ _OPTIONAL = {
         "truncate",
     ),
 }
+_UNUSED = {
+    "attn_factor": "nobody reads it; DeepSeek-R1-0528-Qwen3-8B has it",
+    "finetuned": "it says how YaRN's authors trained",
+    "extrapolation_factor": "neither vLLM nor transformers passes it on to YaRN",
+}
+"""Parameters that change no number, each with the reason. Any other that is unknown is refused, as
+it may change some, or be the wrong name of one that does."""
+
 _NAMES = frozenset(
     # A kind ignores those of others: HunYuan's dynamic one has YaRN's beside its own.
     name
     for names in (*_REQUIRED.values(), *_OPTIONAL.values())
     for name in names
-).union(UNUSED, ("rope_type", "type", "rope_theta", "partial_rotary_factor"))
+).union(_UNUSED, ("rope_type", "type", "rope_theta", "partial_rotary_factor"))
 _POLICY_KINDS = (
     *("longrope", "su", "proportional", "ntk", "mllama4", "bailing_mrope", "openpangu"),
     *("deepseek_yarn", "deepseek_llama_scaling"),

@@ -45,14 +45,14 @@ DTYPES = {
 
 _ADVICE = "write the checkpoint again, as safetensors"
 _INDEX_FILE = f"{WEIGHTS_FILE}.index.json"
-UNUSED = {
-    "attn_factor": "DeepSeek-R1-0528-Qwen3-8B's YaRN has it; nobody reads it",
-    "finetuned": "it says how YaRN's authors trained",
-    "extrapolation_factor": "neither vLLM nor transformers passes it on to YaRN",
-    "rotary_emb.inv_freq": "vLLM and transformers compute the frequencies from config.json",
-}
-"""Settings and tensors that change no number, each with the reason. Any other that is unknown where
-settings or tensors are read one by one may change some, and is refused."""
+NOT_LOADED = (
+    "rotary_emb.inv_freq",
+    "rotary_pos_emb.inv_freq",
+    "rotary_emb.cos_cached",
+    "rotary_emb.sin_cached",
+)
+"""The suffixes of buffers in older checkpoints that vLLM's loaders drop, as transformers does: both
+compute them from config.json."""
 
 # What compressed-tensors, ModelOpt, DeepSeek, GPTQ, AWQ and bitsandbytes store of a weight.
 _PACKED = re.compile(
@@ -173,10 +173,8 @@ def _open_safetensors(path: Path) -> Iterator[Any]:
         raise RefusedError(str(path), error, "a safetensors file", _ADVICE) from error
 
 
-def read_layout(directory: Path, *, unused: bool = False) -> dict[str, TensorLayout]:
+def read_layout(directory: Path) -> dict[str, TensorLayout]:
     """Names, dtypes and shapes of every tensor, from the files' headers.
-
-    Those that are ``UNUSED`` are left out but where they are asked for.
 
     Raises:
         RefusedError: a file is missing, unreadable or pickled.
@@ -185,8 +183,6 @@ def read_layout(directory: Path, *, unused: bool = False) -> dict[str, TensorLay
     for path in weight_files(directory):
         with _open_safetensors(path) as file:
             for name in file.keys():  # noqa: SIM118 (not a dict: it has no __iter__)
-                if name.endswith((*UNUSED,)) and not unused:
-                    continue
                 tensor = file.get_slice(name)
                 dtype = DTYPES.get(tensor.get_dtype(), tensor.get_dtype())
                 layout[name] = TensorLayout(dtype, tuple(tensor.get_shape()))
@@ -208,7 +204,8 @@ def quantized(name: str, dtype: str) -> str:
 def load_tensors(directory: Path, prefix: str | tuple[str, ...] = "") -> dict[str, Tensor]:
     """Every tensor whose name on disk begins with ``prefix``, or one of these, memory-mapped.
 
-    Whatever reads weights reads them here, so that none is taken without its scale.
+    Those that are ``NOT_LOADED`` are left out. Whatever reads weights reads them here, so that none
+    is taken without its scale.
 
     Raises:
         RefusedError: a file is missing, unreadable or pickled, two hold the same name, or a tensor
@@ -218,7 +215,7 @@ def load_tensors(directory: Path, prefix: str | tuple[str, ...] = "") -> dict[st
     for path in weight_files(directory):
         with _open_safetensors(path) as file:
             names = [name for name in file.keys() if name.startswith(prefix)]  # noqa: SIM118
-            held = {n: file.get_tensor(n) for n in names if not n.endswith((*UNUSED,))}
+            held = {n: file.get_tensor(n) for n in names if not n.endswith(NOT_LOADED)}
         for name, tensor in held.items():
             if found := quantized(name, str(tensor.dtype).removeprefix("torch.")):
                 step = "give the checkpoint from before it was quantized, in bfloat16"

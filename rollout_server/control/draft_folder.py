@@ -67,7 +67,7 @@ def read_draft_layout(directory: Path) -> dict[str, TensorLayout]:
     if quantized:
         expected, next_step = "unquantized weights", "save the draft in bfloat16"
         raise RefusedError(f"--draft {directory}", quantized, expected, next_step)
-    return layout
+    return {name: one for name, one in layout.items() if not name.endswith(checkpoints.NOT_LOADED)}
 
 
 def read_manifest(directory: Path) -> release_pb2.ReleaseManifest | None:

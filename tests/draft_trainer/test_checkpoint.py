@@ -17,7 +17,7 @@ from draft_trainer.drafters.eagle3.config import HeadConfig
 from draft_trainer.drafters.eagle3.head import Eagle3Head
 from draft_trainer.drafters.rope import Rope
 from draft_trainer.releases.registry import Registry
-from slipstream.checkpoints import read_layout, target_ids
+from slipstream.checkpoints import load_tensors, target_ids
 from slipstream.errors import RefusedError
 from tests.draft_trainer.checkpoint_rig import (
     CONFIG,
@@ -183,7 +183,7 @@ def test_stored_rotary_frequencies_are_left_out(tmp_path: Path) -> None:
     assert checkpoint.tensors.keys() == model.state_dict().keys()
     registry = Registry(tmp_path / "registry")
     names = {spec.name for spec in registry.import_initial(tmp_path).tensors}
-    assert names == read_layout(tmp_path).keys() and "fc.weight" in names
+    assert names == load_tensors(tmp_path).keys() and "fc.weight" in names
 
 
 def test_identity_d2t_of_full_vocabulary_is_dropped(tmp_path: Path) -> None:

@@ -79,7 +79,7 @@ _ASSUMED = {
 def test_what_a_checkpoint_does_not_say_is_told(
     tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """In the log of each start, and in the manifest for good."""
+    """Each start logs it, and the manifest keeps it."""
     registry = Registry(tmp_path / "registry")
     for _ in range(2):
         caplog.clear()

@@ -351,7 +351,7 @@ _FP8 = torch.ones(VOCAB, 192).to(torch.float8_e4m3fn)
 def test_quantized_weights_of_a_policy_are_refused_by_name(
     tmp_path: Path, policy_dir: Path, changes: dict[str, torch.Tensor | None], found: str
 ) -> None:
-    """As plain numbers they are rows up to 53,000 times too long, or the embeddings."""
+    """Taken as plain numbers, rows would be up to 53,000 times too long, or the embeddings'."""
     tensors = load_file(policy_dir / "model.safetensors") | changes
     kept = {name: tensor.contiguous() for name, tensor in tensors.items() if tensor is not None}
     save_file(kept, tmp_path / "model.safetensors")

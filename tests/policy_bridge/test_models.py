@@ -187,7 +187,7 @@ def test_module_path_unresolved_refused_by_field(paths: ModulePaths, field: str)
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
 @pytest.mark.parametrize("name", ["lm_head", "embed_tokens"])
 def test_quantized_matrix_is_refused_by_name(name: str, dtype: torch.dtype) -> None:
-    """As bitsandbytes and FP8 have it: the scales are kept elsewhere."""
+    """Its scales are kept elsewhere, as with bitsandbytes and FP8."""
     model = tiny_qwen3()
     part = model.lm_head if name == "lm_head" else model.model.embed_tokens
     part.weight = torch.nn.Parameter(part.weight.detach().to(dtype), requires_grad=False)

@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import save_file
 
 from rollout_server import cli
+from rollout_server.control.draft_folder import read_draft_layout
 from rollout_server.vllm import launch
 from rollout_server.vllm.plugins import Settings
 from rollout_server.vllm.preflight import check_metrics, check_paths, check_port_free
@@ -66,6 +67,11 @@ def test_eagle3_check_accepts_fitting_drafts(
     edit_config(reduced, eagle_aux_hidden_state_layer_ids=[2, 5, 10], eagle_config=None)
     SERVED["eagle3"].check(policy_dir, reduced)
     assert not caplog.messages
+    # A stage of a later draft has no such buffer.
+    buffer = {"midlayer.self_attn.rotary_emb.inv_freq": torch.ones(8)}
+    names = read_draft_layout(reduced).keys()
+    edit_tensors(reduced, lambda tensors: tensors.update(buffer))
+    assert read_draft_layout(reduced).keys() == names
     edit_config(reduced, eagle_aux_hidden_state_layer_ids=None)
     SERVED["eagle3"].check(policy_dir, reduced)
     assert "names no eagle_aux_hidden_state_layer_ids: vLLM assumes [2, 5, 7]" in caplog.text

@@ -104,7 +104,7 @@ class Eagle3(Drafter):
             names=names,
             with_t2d=t2d is not None or layout.write is None,
             as_stored=served == document
-            and {*names.values(), *maps} == read_layout(directory, unused=True).keys()
+            and {*names.values(), *maps} == read_layout(directory).keys()
             and weight_files(directory) == [directory / WEIGHTS_FILE],
             assumed=assumed(document, config),
         )
