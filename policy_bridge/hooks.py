@@ -162,7 +162,7 @@ class ForwardTap:
         self._training = training
         self._pick = pick
         self._given: dict[str, Any] = {}
-        self._cached = False
+        self._cached = self._continues = False
         self._layers = tuple(layers)
         # Removes the hooks in reverse: two on one compiled module each put back what they found.
         self._hooks = ExitStack()
@@ -218,6 +218,7 @@ class ForwardTap:
             n: v for n, v in given.items() if v is not None and any(part in n for part in parts)
         }
         self._cached = False
+        self._continues = bool(getattr(kwargs.get("past_key_values"), "is_initialized", False))
 
     def _keeper_of(self, layer: int) -> Look:
         def keep(args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> None:
@@ -271,6 +272,7 @@ class ForwardTap:
                 None if begins is None else begins.clone(),
                 attention,
                 self._cached,
+                self._continues,
                 unread=("attention_mask" in given) > ("attention_mask" in follows)
                 or (begins is None and any("seq" in name for name in given)),
             )

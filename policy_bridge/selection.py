@@ -210,6 +210,7 @@ class PassInputs:
         begins: [N], where sequences begin in all B * S tokens, for varlen attention.
         attention: transformers' name of the attention; empty for a model of another library.
         cached: the layers had a cache, with which transformers separates nothing by positions.
+        continues: there were tokens in it before the pass.
         unread: something else may have separated sequences.
     """
 
@@ -218,6 +219,7 @@ class PassInputs:
     begins: torch.Tensor | None = None
     attention: str = ""
     cached: bool = False
+    continues: bool = False
     unread: bool = True
 
     def on_host(self) -> PassInputs:
@@ -251,6 +253,9 @@ class PassInputs:
             targets = np.flatnonzero(wanted[row, start : span.end])
             if not len(targets):
                 continue
+            if self.continues:
+                found, step = "a cache of the beginning of sequences", "run the pass without it"
+                raise RefusedError("past_key_values", found, "a pass over whole sequences", step)
             for name, where in apart.items():
                 breaks = np.flatnonzero(where[row, start + 1 : start + targets[-1] + 1])
                 if len(breaks):

@@ -228,8 +228,13 @@ def _import_requests(
 
     config_json, tensors = checkpoint.written()
     specs = [spec_of(name, tensor) for name, tensor in tensors.items()]
-    said = {"config_json": config_json, "origin": origin, "assumed": checkpoint.assumed}
-    header = pb.ImportHeader(tensors=specs, gate=gate, **said)
+    header = pb.ImportHeader(
+        config_json=config_json,
+        tensors=specs,
+        origin=origin,
+        gate=gate,
+        assumed=checkpoint.assumed,
+    )
     yield pb.ImportReleaseRequest(header=header)
     for chunk in chunks_of(tensors):
         yield pb.ImportReleaseRequest(chunk=chunk)

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import DynamicCache
 
 from policy_bridge.selection import PassInputs, Span, spans_of
 from slipstream.errors import RefusedError
@@ -169,6 +170,24 @@ def test_padding_of_pass_and_ship_is_compared(
         capture.ship(**data, **(mask if in_ship else {}))
     assert [error.field for error in told] == [field] * bool(field)
     assert len(windows.samples) == (0 if field else 3)
+
+
+def test_pass_on_a_cache_of_the_beginning_is_refused() -> None:
+    """One on an empty cache is not."""
+    model, told, ids = tiny_qwen3().eval(), list[RefusedError](), batch((12,))["input_ids"]
+    with torch.no_grad():
+        cache = model(ids[:, :4]).past_key_values
+        windows = Windows(model)
+        with windows.open(refuse=told.append) as capture:
+            model(ids[:, 4:], past_key_values=cache)
+            capture.ship(ids[:, 4:], loss_mask=torch.ones(1, 8, dtype=torch.bool))
+        with Windows(model).open(refuse=told.append) as capture:
+            model(ids, past_key_values=DynamicCache(config=model.config))
+            capture.ship(ids, loss_mask=torch.ones(1, 12, dtype=torch.bool))
+    assert [(error.field, error.found) for error in told] == [
+        ("past_key_values", "a cache of the beginning of sequences")
+    ]
+    assert not windows.samples
 
 
 def refused_of(spans: list[Span], **inputs: Any) -> str:
