@@ -246,7 +246,8 @@ class ForwardTap:
 
     def _inputs(self, shape: torch.Size) -> PassInputs:
         # Copies: the loop may write the next pass's inputs into the same memory.
-        given, config = self._given, getattr(self._modules.decoder, "config", None)
+        given, self._given = self._given, {}
+        config = getattr(self._modules.decoder, "config", None)
         tensors = ((n, v) for n, v in given.items() if isinstance(v, torch.Tensor))
         plain = {name: value for name, value in tensors if not is_sharded(value)}
         attention = getattr(config, "_attn_implementation", None) or ""
@@ -273,7 +274,7 @@ class ForwardTap:
                 attention,
                 self._cached,
                 self._continues,
-                unread=("attention_mask" in given) > ("attention_mask" in follows)
+                unread=not (given.keys() & {"attention_mask", "position_ids"} <= follows.keys())
                 or (begins is None and any("seq" in name for name in given)),
             )
         except torch.OutOfMemoryError:

@@ -172,7 +172,6 @@ _LAYER_PATHS = (
     "transformer.layers",
     "gpt_neox.layers",
     "model.decoder.layers",
-    "backbone.layers",
 )
 
 
