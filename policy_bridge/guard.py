@@ -51,7 +51,7 @@ def check_temperature(temperature: object) -> float:
     """Return ``temperature`` as a float. Raises RefusedError: it is not a finite number > 0."""
     try:
         number = float(temperature)  # type: ignore[arg-type]
-    except (TypeError, ValueError, RuntimeError):  # The last: a tensor of several.
+    except (TypeError, ValueError):
         number = math.nan
     if not math.isfinite(number) or number <= 0:
         step = "pass the rollouts' temperature"

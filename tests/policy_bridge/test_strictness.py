@@ -101,15 +101,6 @@ def test_lists_in_ship_cost_window(trainer: FakeTrainer, connect: Connect, field
     assert bridge.stats().capture_off_reason == "" and len(trainer.samples) == 2
 
 
-def test_temperatures_of_each_sequence_are_refused_by_name(
-    trainer: FakeTrainer, connect: Connect
-) -> None:
-    bridge = connect(strict=False, version=1)
-    with bridge.capture(temperature=torch.full((3,), 0.7)):  # type: ignore[arg-type]
-        pass
-    assert bridge.stats().capture_off_reason.startswith("temperature: found tensor(")
-
-
 @pytest.mark.parametrize("field", CALLS)
 @pytest.mark.parametrize("strict", [False, True])
 def test_invalid_ship_call_costs_window(

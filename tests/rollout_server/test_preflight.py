@@ -114,6 +114,10 @@ def test_shallow_policy_needs_draft_that_names_its_layers(
         (lambda d: edit_config(d, draft_vocab_size=95), "lm_head.weight"),
         (lambda d: edit_tensors(d, lambda t: t.pop("lm_head.weight")), "lm_head.weight: found abs"),
         (lambda d: edit_tensors(d, lambda t: t.pop("d2t")), "d2t: found nothing"),
+        (
+            lambda d: edit_tensors(d, lambda t: t.update({"model.fc.weight": t.pop("fc.weight")})),
+            "found model.fc.weight, expected fc.weight, as vLLM has it. Next step: serve release 0",
+        ),
         (lambda d: edit_tensors(d, lambda t: t["d2t"].add_(40)), "target ids"),
         (lambda d: edit_tensors(d, lambda t: t["t2d"].logical_not_()), "t2d"),
     ],
