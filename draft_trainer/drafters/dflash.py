@@ -19,7 +19,7 @@ exp(-s / gamma); here it is ``drafters.loss`` against the policy's own distribut
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -210,4 +210,6 @@ class Dflash(OneLayout):
             last = size_of(theirs, "num_hidden_layers") - 1
             check_layers(outputs, "the draft's target_layer_ids", _ADVICE, last=last)
         own = {name: tensor for name, tensor in stored.items() if name not in _POLICYS}
-        return self.checkpoint(directory, config, own, document)
+        checkpoint = self.checkpoint(directory, config, own, document)
+        unsaid = () if document.get("hidden_act") else ('hidden_act = "silu"',)
+        return replace(checkpoint, assumed=unsaid)

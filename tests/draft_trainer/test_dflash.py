@@ -173,6 +173,13 @@ def test_dflash_unsupported_config_is_refused(
         Dflash().read(folder, policy_folder(tmp_path / "policy"))
 
 
+def test_dflash_activation_that_is_assumed_is_told(tmp_path: Path) -> None:
+    folder = write(tmp_path / "draft", dflash_head())
+    assert Dflash().read(folder).assumed == ()
+    (folder / "config.json").write_text(json.dumps(dflash_document(hidden_act=None)))
+    assert Dflash().read(folder).assumed == ('hidden_act = "silu"',)
+
+
 def test_dflash_of_another_policy_or_pickle_is_refused(tmp_path: Path) -> None:
     folder = write(tmp_path / "draft", dflash_head())
     own = (folder / "config.json").read_text()
