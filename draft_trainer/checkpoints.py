@@ -22,7 +22,13 @@ MOST_SIZE, MOST_LAYERS = 1 << 24, 1 << 10
 
 _ADVICE = "give the model's folder as Hugging Face save_pretrained writes it"
 _TIED = "tie_word_embeddings"
-_PREFIXES = ("", "model.", "model.language_model.", "language_model.", "language_model.model.")
+_PREFIXES = (
+    *("", "model.", "model.language_model.", "language_model.", "language_model.model."),
+    "backbone.",
+)
+# The second ones are Nemotron-H's, the third LFM2's.
+_EMBEDDINGS = ("embed_tokens.weight", "embeddings.weight")
+_NORMS = ("norm.weight", "norm_f.weight", "embedding_norm.weight")
 
 
 @dataclass(frozen=True)
@@ -88,11 +94,11 @@ def read_policy(directory: Path) -> PolicyCheckpoint:
     names = read_layout(directory).keys()
     heads = ["lm_head.weight"]
     if config[_TIED]:
-        heads.append("embed_tokens.weight")
+        heads += _EMBEDDINGS
     return PolicyCheckpoint(
         config,
         _tensor(directory, names, heads, [vocab, hidden]),
-        _tensor(directory, names, ("norm.weight",), [hidden]),
+        _tensor(directory, names, _NORMS, [hidden]),
     )
 
 
@@ -103,7 +109,7 @@ def read_policy_config(directory: Path) -> dict[str, Any]:
     """
     path = directory / CONFIG_FILE
     config = read_json(path, _ADVICE)
-    for name in ("draft_vocab_size", AUX_LAYERS, "speculators_model_type"):
+    for name in ("draft_vocab_size", AUX_LAYERS, "speculators_model_type", "dflash_config"):
         if name in config:
             raise _refused(str(path), f"{name}, so a draft", "the policy itself")
     found = dict(text_config(config))
@@ -118,7 +124,7 @@ def read_embeddings(directory: Path) -> Tensor:
     """Read a policy's input embeddings [vocab, H], memory-mapped. Raises as ``read_policy``."""
     config = read_policy_config(directory)
     shape = [size_of(config, "vocab_size"), size_of(config, "hidden_size")]
-    return _tensor(directory, read_layout(directory).keys(), ("embed_tokens.weight",), shape)
+    return _tensor(directory, read_layout(directory).keys(), _EMBEDDINGS, shape)
 
 
 def size_of(config: Mapping[str, Any], name: str, whose: str = "the policy's") -> int:
@@ -133,10 +139,12 @@ def _tensor(
     directory: Path, held: Collection[str], names: Sequence[str], shape: list[int]
 ) -> Tensor:
     for name in (prefix + name for name in names for prefix in _PREFIXES):
-        if name in held:
-            tensor = load_tensors(directory, name)[name]
-            if list(tensor.shape) != shape or not tensor.is_floating_point():
-                found = f"{tensor.dtype} {list(tensor.shape)}"
+        module = name.removesuffix("weight")
+        if any(other.startswith(module) for other in held):
+            # The whole module: what is not its plain weight, under whatever name, is refused there.
+            tensor = load_tensors(directory, module).get(name)
+            if tensor is None or list(tensor.shape) != shape or not tensor.is_floating_point():
+                found = "nothing" if tensor is None else f"{tensor.dtype} {list(tensor.shape)}"
                 raise _refused(f"{directory}: {name}", found, f"floating point {shape}")
             return tensor
     raise _refused(

@@ -30,7 +30,7 @@ from policy_bridge.hooks import ForwardTap
 from policy_bridge.logits import check_width, is_sharded, unfit
 from policy_bridge.model import PolicyModules, compiled_whole
 from policy_bridge.outbox import PRIORITIES
-from policy_bridge.selection import Candidate, Spent, aligned, bytes_per_token
+from policy_bridge.selection import Candidate, Spent, aligned, bytes_per_token, shape_of
 from policy_bridge.session import Session
 from policy_bridge.stats import Counters
 from slipstream.errors import RefusedError
@@ -248,9 +248,9 @@ class Capture:
                 ("attention_mask", attention_mask),
                 ("position_ids", position_ids),
             ):
-                if tensor is not None and tuple(tensor.shape) != shape:
-                    expected = f"the pass's {list(shape)}"
-                    raise RefusedError(name, list(tensor.shape), expected, "pass what was run")
+                if tensor is not None and shape_of(tensor) != [*shape]:
+                    expected = f"a tensor of the pass's {list(shape)}"
+                    raise RefusedError(name, shape_of(tensor), expected, "pass what was run")
             if self.moved():
                 # An optimizer step since the sync: these states belong to no announced version.
                 self.counters.shed("policy_moved", len(input_ids), 0)

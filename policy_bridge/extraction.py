@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from policy_bridge.hooks import ForwardStates
 from policy_bridge.logits import PROBED_ROWS, check_logits, check_logprobs
 from policy_bridge.model import Matrix, PolicyModules
-from policy_bridge.selection import Candidate, Span, scores_of, spans_of, windows
+from policy_bridge.selection import Candidate, PassInputs, Span, scores_of, spans_of, windows
 from slipstream.errors import RefusedError
 from slipstream.sample import STATE_DTYPES, Layout, Sample, prompt_hash, window_id
 from slipstream.sampling import LogitForm
@@ -85,16 +85,14 @@ class Record:
         Raises:
             RefusedError: masks or positions that are not of whole sequences.
         """
-        shape = self.states.final.shape
 
         def floats(values: torch.Tensor | None) -> torch.Tensor | None:
             return None if values is None else values.to("cpu", torch.float32, copy=True)
 
-        ids = self.states.ids
         record = replace(
             self,
-            states=replace(self.states, ids=None if ids is None else ids.to("cpu", torch.int32)),
-            spans=spans_of(self.attention_mask, self.position_ids, (shape[0], shape[1])),
+            states=replace(self.states, inputs=self.states.inputs.on_host()),
+            spans=spans_of(self.attention_mask, self.position_ids, self.states.final.shape[:2]),
             # Always copies: the loop may write into its own before the samples are written.
             token_ids=self.token_ids.to("cpu", torch.int32, copy=True),
             loss_mask=self.loss_mask.to("cpu", copy=True),
@@ -130,11 +128,12 @@ class Record:
         def cut(values: torch.Tensor) -> torch.Tensor:
             return values[row : row + 1, columns].clone()
 
-        aux, final = tuple(map(cut, self.states.aux)), cut(self.states.final)
+        states = self.states
+        aux, final = tuple(map(cut, states.aux)), cut(states.final)
         versions = (0,) * (len(aux) + 1)
         return replace(
             self,
-            states=replace(self.states, aux=aux, final=final, versions=versions, ids=None),
+            states=replace(states, aux=aux, final=final, versions=versions, inputs=PassInputs()),
             token_ids=cut(self.token_ids),
             loss_mask=cut(self.loss_mask),
             logprobs=None if self.logprobs is None else cut(self.logprobs),
@@ -206,7 +205,7 @@ def check_tokens(record: Record, vocab_size: int) -> None:
 
     Padding may differ. A pass that was given no token ids is not compared.
     """
-    ran = record.states.ids
+    ran = record.states.inputs.ids
     for span in record.spans:
         tokens = record.token_ids[span.row, span.start : span.end]
         least, most = int(tokens.min()), int(tokens.max())
@@ -218,6 +217,7 @@ def check_tokens(record: Record, vocab_size: int) -> None:
             found, expected = f"other tokens in row {span.row}", "those of the pass"
             step = "ship a pass before the next one runs, its rows in the order in which they ran"
             raise RefusedError("input_ids", found, expected, step)
+    record.states.inputs.check(record.spans, record.loss_mask)
 
 
 def state_dtype(wanted: torch.dtype | None, state: torch.Tensor) -> torch.dtype:

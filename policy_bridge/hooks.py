@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -22,11 +22,18 @@ from torch import nn
 
 from policy_bridge.logits import ReturnedLogits, is_sharded
 from policy_bridge.model import PolicyModules, active_adapters, refuse_cuda_graphs
+from policy_bridge.selection import PassInputs
 from slipstream.errors import RefusedError
 from slipstream.shortage import raise_unless_shortage
 
 Look = Callable[[tuple[Any, ...], Mapping[str, Any], Any], None]
 """A function of a call's positional and named arguments and its result (None before the call)."""
+
+_BOUNDARIES = (
+    *("cu_seqlens_q_padded", "cu_seqlens_padded"),
+    *("cu_seq_lens_q", "cu_seqlens_q", "cu_seqlens", "cu_seq_lens"),
+)
+"""Names under which varlen attention takes where sequences begin, padding counted first."""
 
 
 class _Hook:
@@ -88,7 +95,7 @@ class ForwardStates:
         returned, head: some of the logits that the model and its lm_head returned, where they were
             asked for; copied before the loop can write into them.
         picked: float32 [B, S], the logits of the pass's own tokens, where they were asked for.
-        ids: whole numbers [B, S], a copy of what the decoder was given, if it was token ids.
+        inputs: copies of what the decoder was given.
     """
 
     aux: tuple[torch.Tensor, ...]
@@ -100,7 +107,7 @@ class ForwardStates:
     returned: ReturnedLogits | None = None
     head: ReturnedLogits | None = None
     picked: torch.Tensor | None = None
-    ids: torch.Tensor | None = None
+    inputs: PassInputs = field(default_factory=PassInputs)
 
     def check_unwritten(self) -> None:
         """Raise RefusedError if the model wrote into a state after it was captured."""
@@ -155,7 +162,8 @@ class ForwardTap:
         self._returned = returned
         self._training = training
         self._pick = pick
-        self._ids: object = None
+        self._given: dict[str, Any] = {}
+        self._cached = self._continues = False
         self._layers = tuple(layers)
         # Removes the hooks in reverse: two on one compiled module each put back what they found.
         self._hooks = ExitStack()
@@ -169,8 +177,12 @@ class ForwardTap:
         modules = self._modules
         refuse_cuda_graphs([*modules.layers, modules.lm_head])
         self._hooks.callback(watch(modules.decoder, self._begin_pass))
-        for layer in self._layers:
-            self._hooks.callback(watch(modules.layers[layer], self._keeper_of(layer)))
+        count = len(modules.layers)
+        # The first one tells whether there is a cache.
+        for layer in sorted({0, *self._layers}):
+            after = layer == count
+            module = modules.layers[layer - after]
+            self._hooks.callback(watch(module, self._keeper_of(layer), after=after))
         if modules.final_norm is not None:
             self._hooks.callback(watch(modules.final_norm, self._end_at_norm, after=True))
         else:
@@ -183,7 +195,8 @@ class ForwardTap:
     def __exit__(self, *_: object) -> None:
         self._hooks.close()
         # ``pick`` is a method of the window that has this tap.
-        self._pass = self._last = self._ids = self._pick = None
+        self._pass = self._last = self._pick = None
+        self._given = {}
 
     def take(self) -> ForwardStates | None:
         """Return the last complete forward pass, once; earlier ones not taken are gone."""
@@ -200,12 +213,23 @@ class ForwardTap:
         other = any(active_adapters(module) != on for module, on in self._modules.adapters)
         other = other or (self._training and not torch.is_grad_enabled())
         self._pass = None if other else {}
-        self._ids = kwargs.get("input_ids", args[0] if args else None)
+        given = {"input_ids": args[0] if args else None, **kwargs}
+        parts = ("input_ids", "attention_mask", "position", "seq")
+        self._given = {
+            n: v for n, v in given.items() if v is not None and any(part in n for part in parts)
+        }
+        self._cached = False
+        self._continues = bool(getattr(kwargs.get("past_key_values"), "is_initialized", False))
 
     def _keeper_of(self, layer: int) -> Look:
-        def keep(args: tuple[Any, ...], kwargs: Mapping[str, Any], _: Any) -> None:
+        def keep(args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> None:
+            if self._pass is None:
+                return
+            self._cached = self._cached or kwargs.get("past_key_values") is not None
+            if output is not None:
+                args, kwargs = output if isinstance(output, tuple) else (output,), {}
             state = first_tensor(args, kwargs)
-            if self._pass is not None and state is not None:
+            if layer in self._layers and state is not None:
                 self._pass[layer] = (state.detach(), version_of(state))
 
         return keep
@@ -221,17 +245,43 @@ class ForwardTap:
             return
         self._end_pass(final, logits.dtype, logits.detach())
 
-    def _copy_ids(self, shape: torch.Size) -> torch.Tensor | None:
-        ids = self._ids
-        if not isinstance(ids, torch.Tensor) or ids.is_floating_point() or ids.shape != shape:
-            return None
+    def _inputs(self, shape: torch.Size) -> PassInputs:
+        # Copies: the loop may write the next pass's inputs into the same memory.
+        given, self._given = self._given, {}
+        config = getattr(self._modules.decoder, "config", None)
+        tensors = ((n, v) for n, v in given.items() if isinstance(v, torch.Tensor))
+        plain = {name: value for name, value in tensors if not is_sharded(value)}
+        attention = getattr(config, "_attn_implementation", None) or ""
+        ids, mask = plain.get("input_ids"), plain.get("attention_mask")
+        positions = plain.get("position_ids", plain.get("positions"))
+        begins = next((plain[name] for name in _BOUNDARIES if name in plain), None)
+        follows, one_row = {}, torch.Size((1, shape[1]))
         try:
-            # A copy: the loop may write the next pass's ids into the same memory.
-            return None if is_sharded(ids) else ids.clone()
+            if mask is not None and mask.shape == shape:
+                real = mask.bool()
+                follows["attention_mask"] = real[:, 1:] & real[:, :-1]
+            elif mask is not None and attention and mask.shape[2:] == (shape[1], shape[1]):
+                # One that transformers takes as it is: of each token, whether it sees the last.
+                seen = mask[:, 0].diagonal(-1, 1, 2)
+                follows["attention_mask"] = seen.clone() if seen.dtype == torch.bool else seen > -1
+            if positions is not None and positions.shape in (shape, one_row):
+                follows["position_ids"] = positions[:, 1:] == positions[:, :-1] + 1
+            if ids is not None and (ids.is_floating_point() or ids.shape != shape):
+                ids = None
+            return PassInputs(
+                None if ids is None else ids.clone(),
+                follows,
+                None if begins is None else begins.clone(),
+                attention,
+                self._cached,
+                self._continues,
+                unread=not (given.keys() & {"attention_mask", "position_ids"} <= follows.keys())
+                or (begins is None and any("seq" in name for name in given)),
+            )
         except RuntimeError as error:
             raise_unless_shortage(error)
             # As in ``_copy_some``: this pass is not compared.
-            return None
+            return PassInputs()
 
     def _picked(self, logits: torch.Tensor, ids: torch.Tensor | None) -> torch.Tensor | None:
         if self._pick is None or ids is None:
@@ -269,11 +319,11 @@ class ForwardTap:
         self._pass = None
         states, versions = zip(*kept, strict=True)
         logits_version = 0 if logits is None else version_of(logits)
-        ids = self._copy_ids(final.shape[:2])
+        inputs = self._inputs(final.shape[:2])
         head = picked = None
         if logits is not None:
             head = _copy_some(logits, final) if self._returned else None
-            picked = self._picked(logits, ids)
+            picked = self._picked(logits, inputs.ids)
         self._last = ForwardStates(
             states[:-1],
             states[-1],
@@ -283,7 +333,7 @@ class ForwardTap:
             logits_version,
             head=head,
             picked=picked,
-            ids=ids,
+            inputs=inputs,
         )
         self._just_ended = True
 

@@ -400,6 +400,10 @@ def _matrices(inside: list[nn.Module], paths: ModulePaths) -> list[nn.Module]:
         if not isinstance(weight, torch.Tensor) or weight.dim() != 2:
             expected, step = "a weight [vocab, hidden]", "fix the path; ZeRO-3 cannot be captured"
             raise RefusedError(f"modules.{name}", type(part).__name__, expected, step)
+        if not weight.is_floating_point() or weight.element_size() == 1:
+            # Numbers that mean nothing without the scales, which are kept elsewhere.
+            step = f"leave {name} out of the policy's quantization"
+            raise unfit(f"{name} in {weight.dtype}, quantized", "weights as plain numbers", step)
     return [lm_head, embed_tokens]
 
 

@@ -6,8 +6,8 @@ Also reads what a caller says of a batch of B rows and S columns: padded, packed
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -161,13 +161,13 @@ def aligned(name: str, values: torch.Tensor | None, shape: tuple[int, ...]) -> t
     """
     if values is None:
         return None
-    values = values.detach()
-    if tuple(values.shape) == (shape[0], shape[1] - 1):
-        return F.pad(values, (1, 0))
-    if tuple(values.shape) != shape:
-        expected = f"{list(shape)} (or without the first column)"
-        raise RefusedError(name, list(values.shape), expected, "align it with input_ids")
-    return values
+    found = shape_of(values)
+    if found == [shape[0], shape[1] - 1]:
+        return F.pad(values.detach(), (1, 0))
+    if found != [*shape]:
+        expected = f"a tensor {list(shape)} (or without the first column)"
+        raise RefusedError(name, found, expected, "align it with input_ids")
+    return values.detach()
 
 
 def spans_of(
@@ -214,6 +214,98 @@ def spans_of(
     starts = np.argwhere(begins).tolist()
     stops = np.nonzero(ends)[1].tolist()
     return [Span(row, start, stop + 1) for (row, start), stop in zip(starts, stops, strict=True)]
+
+
+@dataclass(frozen=True)
+class PassInputs:
+    """The inputs of a call of a policy's decoder that say which tokens belong together.
+
+    Attributes:
+        ids: whole numbers [B, S], if it was token ids.
+        follows: bool [B or 1, S - 1] by the input that says it (attention_mask, position_ids):
+            whether a token goes on with the sequence of the one before it.
+        begins: [N], where sequences begin in all B * S tokens, for varlen attention.
+        attention: transformers' name of the attention; empty for a model of another library.
+        cached: the layers had a cache, with which transformers separates nothing by positions.
+        continues: there were tokens in it before the pass.
+        unread: something else may have separated sequences.
+    """
+
+    ids: torch.Tensor | None = None
+    follows: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    begins: torch.Tensor | None = None
+    attention: str = ""
+    cached: bool = False
+    continues: bool = False
+    unread: bool = True
+
+    def on_host(self) -> PassInputs:
+        """The same in host memory, ids as int32."""
+        return replace(
+            self,
+            ids=None if self.ids is None else self.ids.to("cpu", torch.int32),
+            follows={name: follows.cpu() for name, follows in self.follows.items()},
+            begins=None if self.begins is None else self.begins.cpu(),
+        )
+
+    def check(self, spans: Iterable[Span], loss_mask: torch.Tensor) -> None:
+        """Refuse sequences for which the pass computed something else than for each alone.
+
+        Up to its last token of ``loss_mask`` (bool [B, S]), a sequence must be one in the pass,
+        too, and must not go on from what is before it in its row.
+
+        Raises:
+            RefusedError: naming the input that says otherwise.
+        """
+        wanted, apart = loss_mask.numpy(), {}
+        for name, follows in self.follows.items():
+            apart[name] = np.zeros(wanted.shape, dtype=np.bool_)
+            apart[name][:, 1:] = ~follows.numpy()
+        if self.begins is not None:
+            begins = np.isin(np.arange(wanted.size), self.begins.numpy())
+            apart["cu_seqlens"] = begins.reshape(wanted.shape)
+        ends = [where for name, where in apart.items() if self._ends_attention(name, len(wanted))]
+        for span in spans:
+            row, start = span.row, span.start
+            targets = np.flatnonzero(wanted[row, start : span.end])
+            if not len(targets):
+                continue
+            if self.continues:
+                found, step = "a cache of the beginning of sequences", "run the pass without it"
+                raise RefusedError("past_key_values", found, "a pass over whole sequences", step)
+            for name, where in apart.items():
+                breaks = np.flatnonzero(where[row, start + 1 : start + targets[-1] + 1])
+                if len(breaks):
+                    found = f"a pass that ends a sequence of ship at column {start + breaks[0]}"
+                    expected, step = f"{name} of that pass", f"pass ship the model's {name}"
+                    raise RefusedError(name, f"{found} of row {row}", expected, step)
+            told = not self.unread and (self.attention or apart)
+            if start and told and not any(where[row, start] for where in ends):
+                raise RefusedError(
+                    "position_ids",
+                    f"a pass that read row {row} on through column {start}",
+                    "another sequence from there on, as ship has it",
+                    "give the model ship's position_ids, with varlen attention, or with "
+                    "use_cache=False and no attention_mask; or the attention_mask of padded rows",
+                )
+
+    def _ends_attention(self, name: str, rows: int) -> bool:
+        """Return whether no token attends beyond where ``name`` has a sequence begin.
+
+        Of positions transformers decides it in ``masking_utils._preprocess_mask_arguments`` and
+        ``modeling_flash_attention_utils._is_packed_sequence``.
+        """
+        if not self.attention or name == "attention_mask":
+            return True
+        mask = self.follows.get("attention_mask")
+        if "flash" in self.attention:
+            return name == "cu_seqlens" or (rows == 1 and (mask is None or bool(mask.all())))
+        return name == "position_ids" and mask is None and not self.cached
+
+
+def shape_of(values: object) -> object:
+    """Return a tensor's sizes, or the type of what was given instead."""
+    return [*values.shape] if isinstance(values, torch.Tensor) else type(values).__name__
 
 
 def scores_of(

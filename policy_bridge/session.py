@@ -84,11 +84,9 @@ def decode_session(
     step = "install the same release of slipstream in the policy's image and in the trainer's"
     check_schema(response.schema_version, "the trainer's", step)
     other_draft = "start the trainer with a draft made for this policy"
-    # The residual stream after the last layer is not the input of any layer, and
-    # Hugging Face's hidden_states[n] is not it either: that one is normed.
-    last, layers = len(policy.layers) - 1, tuple(response.aux_layers)
+    layers = tuple(response.aux_layers)
     if layers:  # none: a draft that takes the final state alone
-        check_layers(layers, "aux_layers", other_draft, last=last)
+        check_layers(layers, "aux_layers", other_draft, last=len(policy.layers))
     ids = list(response.draft_vocab_ids)
     if not ids:
         raise RefusedError("draft_vocab_ids", "none", "at least one id", other_draft)

@@ -96,10 +96,10 @@ def _draft(config: TrainerConfig) -> str:
     from draft_trainer.drafters import DRAFTERS
 
     section = config.draft
-    shape = DRAFTERS[section.kind].read(section.initial, section.policy).config
-    return (
-        f"{section.initial}: {section.kind}, {shape.draft_vocab_size} of {shape.vocab_size} tokens"
-    )
+    checkpoint = DRAFTERS[section.kind].read(section.initial, section.policy)
+    shape = checkpoint.config
+    text = f"{section.kind}, {shape.draft_vocab_size} of {shape.vocab_size} tokens"
+    return f"{section.initial}: " + "; ".join(filter(None, (text, checkpoint.told)))
 
 
 def _device(config: TrainerConfig) -> str:

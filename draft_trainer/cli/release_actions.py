@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -193,6 +194,8 @@ class Import(Reading):
         folder = local_folder(self.folder, "DIR")
         policy = self.policy and local_folder(self.policy, "--policy")
         checkpoint = read_foreign(DRAFTERS[kind], folder, policy)
+        if checkpoint.told:
+            print(f"{folder}: {checkpoint.told}", file=sys.stderr)
         origin = str(folder.resolve())
         if self.registry is not None:
             registry = RegistryFolder(self.registry).registry
@@ -225,7 +228,13 @@ def _import_requests(
 
     config_json, tensors = checkpoint.written()
     specs = [spec_of(name, tensor) for name, tensor in tensors.items()]
-    header = pb.ImportHeader(config_json=config_json, tensors=specs, origin=origin, gate=gate)
+    header = pb.ImportHeader(
+        config_json=config_json,
+        tensors=specs,
+        origin=origin,
+        gate=gate,
+        assumed=checkpoint.assumed,
+    )
     yield pb.ImportReleaseRequest(header=header)
     for chunk in chunks_of(tensors):
         yield pb.ImportReleaseRequest(chunk=chunk)

@@ -238,6 +238,7 @@ def _described(manifest: Manifest) -> dict[str, str]:
         "made": when(manifest.created_at),
         "code": manifest.code_version,
         "origin": clean(manifest.origin) or "-",
+        "assumed": clean("; ".join(manifest.assumed)) or "-",
         "weights": f"{mebibytes(manifest.weights_bytes)} MiB, {len(manifest.tensors)} tensors",
         "gate": "not gated" if gate is None else "passed" if gate.passed else "not passed",
     }

@@ -233,7 +233,10 @@ class Warmup:
 
         if self.draft is not None:
             folder = local_folder(self.draft, "--draft")
-            return DRAFTERS[self.draft_kind].read(folder, policy).draft()
+            checkpoint = DRAFTERS[self.draft_kind].read(folder, policy)
+            if checkpoint.told:
+                tell(checkpoint.told)
+            return checkpoint.draft()
         layers = None if self.aux_layers is None else layers_of(self.aux_layers)
         return new_draft(
             read_policy(policy),

@@ -19,7 +19,7 @@ exp(-s / gamma); here it is ``drafters.loss`` against the policy's own distribut
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -206,14 +206,10 @@ class Dflash(OneLayout):
             theirs = read_policy_config(policy)
             sizes = {"hidden_size": config.target_hidden_size, "vocab_size": config.vocab_size}
             check_fits(sizes, theirs, _ADVICE)
-            depth = theirs.get("num_hidden_layers")
-            if not isinstance(depth, int) or config.aux_layer_ids[-1] >= depth:
-                raise RefusedError(
-                    "the draft's target_layer_ids",
-                    [layer - 1 for layer in config.aux_layer_ids],
-                    f"outputs of the policy's {depth} layers, without the last one's, which "
-                    "cannot be captured",
-                    _ADVICE,
-                )
+            outputs = [layer - 1 for layer in config.aux_layer_ids]
+            last = size_of(theirs, "num_hidden_layers") - 1
+            check_layers(outputs, "the draft's target_layer_ids", _ADVICE, last=last)
         own = {name: tensor for name, tensor in stored.items() if name not in _POLICYS}
-        return self.checkpoint(directory, config, own, document)
+        checkpoint = self.checkpoint(directory, config, own, document)
+        unsaid = () if document.get("hidden_act") else ('hidden_act = "silu"',)
+        return replace(checkpoint, assumed=unsaid)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -25,6 +24,7 @@ from slipstream.checkpoints import (
     CONFIG_FILE,
     WEIGHTS_FILE,
     read_layout,
+    reading_config,
     t2d_of,
     target_ids,
     weight_files,
@@ -176,6 +176,7 @@ class Checkpoint:
         names: on disk, by the draft's own name.
         with_t2d: whether t2d is stored beside d2t.
         as_stored: whether vLLM can load the folder that it was read from as it is.
+        assumed: settings that neither its config.json nor its tensors say, "name = value" each.
     """
 
     module: Callable[..., Draft]
@@ -186,6 +187,13 @@ class Checkpoint:
     names: Mapping[str, str]
     with_t2d: bool
     as_stored: bool
+    assumed: tuple[str, ...] = ()
+
+    @property
+    def told(self) -> str:
+        """A line for people on what was assumed; empty if nothing was."""
+        given = "; ".join(self.assumed)
+        return given and f"assumed, as its config.json does not say (add what is right): {given}"
 
     def draft(self) -> Draft:
         """The draft in float32."""
@@ -445,22 +453,6 @@ def check_fits(found: Mapping[str, object], policy: Mapping[str, Any], next_step
         if value != policy.get(name):
             expected = f"{policy.get(name)}, for this policy"
             raise RefusedError(f"the draft's {name}", value, expected, next_step)
-
-
-_WRONG_VALUES = (
-    *(ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError),
-)
-
-
-@contextmanager
-def reading_config(directory: Path, next_step: str) -> Iterator[None]:
-    """Turn Python's own errors on a config.json's values (wrong type, too large) into a refusal."""
-    try:
-        yield
-    except _WRONG_VALUES as error:
-        expected = "fields of the types that vLLM reads"
-        path = directory / CONFIG_FILE
-        raise RefusedError(str(path), repr(error), expected, next_step) from error
 
 
 def tensor_shapes(build: Callable[[], nn.Module]) -> dict[str, torch.Size]:

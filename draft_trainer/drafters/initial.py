@@ -25,6 +25,10 @@ _ZERO_CENTRED = (
 """The ``model_type`` of policies whose final norm multiplies by 1 + its weight."""
 
 
+_EPSILONS = ("rms_norm_eps", "layer_norm_epsilon", "norm_eps", "layer_norm_eps")
+"""Names of the norms' epsilon: most policies', Nemotron-H's, LFM2's, Cohere's."""
+
+
 def choose_draft_vocabulary(counts: Tensor, size: int) -> Tensor:
     """The tokens that were sampled most often; of equally frequent ones the lower ids.
 
@@ -69,7 +73,13 @@ def init_draft(
         RefusedError: a size is missing, or a layer or the vocabulary is not the policy's.
     """
     sizes = _sizes(policy.config, intermediate_size)
-    vocab = sizes["vocab_size"]
+    vocab, hidden, heads = (
+        sizes[name] for name in ("vocab_size", "hidden_size", "num_attention_heads")
+    )
+    if hidden % heads and "qk_norm" not in norms:
+        expected = f"a divisor of hidden_size, {hidden}, for a draft of vLLM's Llama class"
+        step = "add --norms qk_norm: drafts of its Qwen3 class have any number of heads"
+        raise RefusedError("the policy's config.json num_attention_heads", heads, expected, step)
     config = HeadConfig(
         **sizes,
         target_hidden_size=sizes["hidden_size"],
@@ -148,19 +158,23 @@ def aux_layers(
         first: the lowest that may be asked for.
 
     Raises:
-        RefusedError: not ascending, or outside the layers that can be captured.
+        RefusedError: not ascending, or outside the policy's layers.
     """
     depth = size_of(policy, "num_hidden_layers")
     chosen = choose_aux_layers(depth)
     next_step = f"leave the option out, which chooses {','.join(map(str, chosen))}"
-    # The residual stream after the last layer is the input of no layer: it cannot be captured.
-    return check_layers(given or chosen, "--aux-layers", next_step, first, depth - 1)
+    return check_layers(given or chosen, "--aux-layers", next_step, first, depth)
 
 
 def _sizes(policy: Mapping[str, Any], intermediate_size: int | None) -> dict[str, Any]:
     """Return a draft's sizes and epsilon by config.json's names, those of the policy's layers."""
     hidden, heads = size_of(policy, "hidden_size"), size_of(policy, "num_attention_heads")
-    if not isinstance(eps := policy.get("rms_norm_eps"), float):
+
+    def optional(name: str) -> int | None:
+        return size_of(policy, name) if policy.get(name) else None
+
+    eps = next(filter(None, map(policy.get, _EPSILONS)), None)
+    if not isinstance(eps, float):
         raise RefusedError(
             "the policy's config.json rms_norm_eps", eps, "a number", "write the draft's by hand"
         )
@@ -171,8 +185,8 @@ def _sizes(policy: Mapping[str, Any], intermediate_size: int | None) -> dict[str
         "hidden_size": hidden,
         "intermediate_size": intermediate_size or size_of(policy, "intermediate_size"),
         "num_attention_heads": heads,
-        "num_key_value_heads": int(policy.get("num_key_value_heads") or heads),
-        "head_dim": int(policy.get("head_dim") or hidden // heads),
+        "num_key_value_heads": optional("num_key_value_heads") or heads,
+        "head_dim": optional("head_dim") or hidden // heads,
         "vocab_size": size_of(policy, "vocab_size"),
         "max_position_embeddings": size_of(policy, "max_position_embeddings"),
         "rms_norm_eps": eps,

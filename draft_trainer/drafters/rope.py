@@ -16,6 +16,7 @@ from torch import Tensor
 
 from draft_trainer.checkpoints import Refuse
 from draft_trainer.drafters.ops import rotate_heads
+from slipstream.errors import RefusedError
 
 _REQUIRED = {
     "linear": ("factor",),
@@ -33,8 +34,20 @@ _OPTIONAL = {
         "truncate",
     ),
 }
-# Neither vLLM nor transformers reads attn_factor, which DeepSeek-R1-0528-Qwen3-8B has.
-_COMMON = ("rope_type", "type", "rope_theta", "partial_rotary_factor", "attn_factor")
+_UNUSED = {
+    "attn_factor": "nobody reads it; DeepSeek-R1-0528-Qwen3-8B has it",
+    "finetuned": "it says how YaRN's authors trained",
+    "extrapolation_factor": "neither vLLM nor transformers passes it on to YaRN",
+}
+"""Parameters that change no number, each with the reason. Any other that is unknown is refused, as
+it may change some, or be the wrong name of one that does."""
+
+_NAMES = frozenset(
+    # A kind ignores those of others: HunYuan's dynamic one has YaRN's beside its own.
+    name
+    for names in (*_REQUIRED.values(), *_OPTIONAL.values())
+    for name in names
+).union(_UNUSED, ("rope_type", "type", "rope_theta", "partial_rotary_factor"))
 _POLICY_KINDS = (
     *("longrope", "su", "proportional", "ntk", "mllama4", "bailing_mrope", "openpangu"),
     *("deepseek_yarn", "deepseek_llama_scaling"),
@@ -71,8 +84,8 @@ class Rope:
         Raises:
             RefusedError: an unknown kind or parameter, a missing one, or two bases.
         """
-        field = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
-        given = dict(config.get(field) or {})
+        field, found = _given(config)
+        given = dict(found)
         kind = given.get("rope_type", given.get("type", "default"))
         if given.get("type", kind) != kind:
             _refuse(f"{field}.type", given["type"], f"{kind}, as rope_type says")
@@ -84,7 +97,7 @@ class Rope:
             given[name] = length
         required = _REQUIRED.get(kind, ())
         known = (*required, *_OPTIONAL.get(kind, ()))
-        unknown = sorted(given.keys() - {*known, *_COMMON})
+        unknown = sorted(given.keys() - _NAMES)
         if unknown:
             _refuse(f"{field}.{unknown[0]}", given[unknown[0]], f"none for rope_type {kind}")
         values: dict[str, Any] = {
@@ -108,7 +121,7 @@ class Rope:
     def of_policy(cls, config: Mapping[str, Any]) -> Rope:
         """The rope of a policy's text, whose tokens have one position in all multimodal sections.
 
-        Raises as ``from_dict``.
+        Raises as ``from_dict``, of the policy.
         """
         plain = dict(config)
         for field in ("rope_parameters", "rope_scaling"):
@@ -116,7 +129,12 @@ class Rope:
                 # "mrope" as a type is the default one in sections.
                 kept = {n: v for n, v in given.items() if n not in _MROPE and v != "mrope"}
                 plain[field] = kept
-        return cls.from_dict(plain)
+        try:
+            return cls.from_dict(plain)
+        except RefusedError as error:
+            step = "write the draft's config.json by hand; it may have another rope"
+            found = (f"the policy's {error.field}", error.found, error.expected)
+            raise RefusedError(*found, step) from error
 
     @classmethod
     def of_draft(cls, policy: Mapping[str, Any]) -> tuple[Rope, str]:
@@ -131,14 +149,16 @@ class Rope:
 
         Raises as ``from_dict``.
         """
-        field = "rope_scaling" if policy.get("rope_scaling") else "rope_parameters"
-        given, told = policy.get(field) or {}, ""
+        (field, given), told = _given(policy), ""
         if isinstance(full := given.get("full_attention"), Mapping):
             policy, given, told = {**policy, field: full}, full, "rope of the full-attention layers"
         kind = given.get("rope_type", given.get("type"))
+        bases = [part["rope_theta"] for part in (given, policy) if part.get("rope_theta")]
+        if not given and not bases:
+            # As in Nemotron-H, whose attention has no positions.
+            return cls(), f"plain rope with base {cls.theta}, as the policy names none"
         if kind not in _POLICY_KINDS and "llama_4_scaling_beta" not in given:
             return cls.of_policy(policy), told
-        bases = [part["rope_theta"] for part in (given, policy) if part.get("rope_theta")]
         base = {"rope_theta": bases[0] if bases else cls.theta}
         rope = cls.from_dict({"rope_theta": policy.get("rope_theta"), "rope_parameters": base})
         return rope, f"plain rope with base {rope.theta}, as no draft can have the policy's"
@@ -219,6 +239,15 @@ class Rotary:
         """
         wide = torch.promote_types(x.dtype, torch.float32)
         return rotate_heads(x, count or x.shape[2], *self.angles(positions, wide))
+
+
+def _given(config: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
+    """The object of a config.json that describes its rope, and that object's name."""
+    field = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
+    given = config.get(field) or {}
+    if not isinstance(given, Mapping):
+        _refuse(field, given, "an object")
+    return field, given
 
 
 def _llama3(frequencies: Tensor, given: Mapping[str, float]) -> Tensor:

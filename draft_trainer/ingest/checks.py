@@ -27,6 +27,10 @@ LOGPROB_TOLERANCE = 1e-3
 """The most by which log p may exceed 0: the rounding of a float32 log-sum-exp."""
 
 _OVERFLOW = "look for an overflow in the policy's forward pass"
+_NARROW = (
+    'set states_dtype = "bfloat16" in BridgeConfig: float16, in which they were sent, ends at '
+    f"65,504; if that does not help, {_OVERFLOW}"
+)
 _DTYPES = {dtype_to_wire(dtype): dtype for dtype in STATE_DTYPES}
 
 Integers = NDArray[np.int32]
@@ -149,7 +153,8 @@ def _check_finite(name: str, values: torch.Tensor) -> None:
     finite = np.isfinite(values.float().numpy())
     if not finite.all():
         found = f"{int((~finite).sum())} of {finite.size} values are not finite"
-        raise RefusedError(name, found, "finite values", _OVERFLOW)
+        narrow = values.dtype == torch.float16
+        raise RefusedError(name, found, "finite values", _NARROW if narrow else _OVERFLOW)
 
 
 def _check_range(values: Integers, field: str, bound: int, meaning: str) -> None:

@@ -67,7 +67,7 @@ def check_fit(policy: pb.PolicySpec, draft: DraftShape) -> None:
     for name, fits, expected in (
         ("hidden_size", policy.hidden_size == width, f"{width}, the draft's target_hidden_size"),
         ("vocab_size", policy.vocab_size == vocab, f"{vocab}, the draft's"),
-        ("num_hidden_layers", policy.num_hidden_layers > deepest, f"more than {deepest}"),
+        ("num_hidden_layers", policy.num_hidden_layers >= deepest, f"at least {deepest}"),
     ):
         if not fits:
             advice = "start the trainer with a draft made for this policy"

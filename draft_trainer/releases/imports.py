@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -24,7 +24,7 @@ from draft_trainer.releases.gate import Gate
 from draft_trainer.releases.pointer import PointerStore
 from draft_trainer.releases.registry import Registry
 from slipstream.checkpoints import pickles, write_checkpoint
-from slipstream.errors import RefusedError, StatusCode
+from slipstream.errors import RefusedError, StatusCode, clean
 from slipstream.tensors import ChunkAssembler
 from slipstream.v1 import draft_trainer_pb2 as pb
 from slipstream.v1 import release_pb2, tensor_pb2
@@ -60,7 +60,7 @@ def release_foreign(
         OSError: the disk is full, or the folder cannot be written.
     """
     manifest = release_pb2.ReleaseManifest(
-        source=release_pb2.RELEASE_SOURCE_IMPORTED, origin=origin
+        source=release_pb2.RELEASE_SOURCE_IMPORTED, origin=origin, assumed=checkpoint.assumed
     )
     if result is not None:
         manifest.run_id = result.run_id
@@ -76,6 +76,7 @@ logger = logging.getLogger(__name__)
 MAX_CONFIG_CHARACTERS = 1 << 20
 MAX_ORIGIN_CHARACTERS = 4096
 MAX_DIMENSIONS = 8
+MAX_ASSUMED = 16
 _BYTES_PER_ELEMENT = 8  # of the widest type that may cross
 
 
@@ -106,7 +107,7 @@ class Imports:
             self._check(header)
             with TemporaryDirectory(prefix=".staging-", dir=self.registry.root) as folder:
                 self._receive(header, chunks, Path(folder))
-                return self._release(Path(folder), header.origin, run)
+                return self._release(Path(folder), header, run)
         except torch.AcceleratorError:
             # The training thread finds what has failed, and ends the process.
             self.wake()
@@ -161,9 +162,14 @@ class Imports:
             assembler.feed(chunk)
         write_checkpoint(folder, header.config_json, assembler.finish())
 
-    def _release(self, folder: Path, origin: str, run: Run | None) -> pb.ImportReleaseResponse:
-        registry = self.registry
+    def _release(
+        self, folder: Path, header: pb.ImportHeader, run: Run | None
+    ) -> pb.ImportReleaseResponse:
+        registry, origin = self.registry, header.origin
         checkpoint = read_foreign(registry.drafter, folder)
+        # What the client's reader had to assume, it has written out in what was sent.
+        told = dict.fromkeys((*map(clean, header.assumed[:MAX_ASSUMED]), *checkpoint.assumed))
+        checkpoint = replace(checkpoint, assumed=tuple(told))
         oldest = registry.drafter.read(registry.path(registry.versions()[0]))
         head = checkpoint.draft_like(oldest)
         result = self.gate.judge(lambda: [head], run, None)[0] if run is not None else None

@@ -172,6 +172,8 @@ class Registry:
                 exists and is another one.
         """
         checkpoint = self.drafter.read(directory, policy)
+        if checkpoint.told:
+            logger.warning("%s: %s", directory, checkpoint.told)
         with self.writing():
             versions = self.versions()
             if not versions:
@@ -179,6 +181,7 @@ class Registry:
                     source=release_pb2.RELEASE_SOURCE_INITIAL,
                     origin=str(directory),
                     draft_kind=self.drafter.name,
+                    assumed=checkpoint.assumed,
                 )
                 with self._new(manifest) as staging:
                     if checkpoint.as_stored:

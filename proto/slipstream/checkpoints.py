@@ -8,6 +8,7 @@ target ids.
 
 from __future__ import annotations
 
+import re
 import struct
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -44,6 +45,20 @@ DTYPES = {
 
 _ADVICE = "write the checkpoint again, as safetensors"
 _INDEX_FILE = f"{WEIGHTS_FILE}.index.json"
+NOT_LOADED = (
+    "rotary_emb.inv_freq",
+    "rotary_pos_emb.inv_freq",
+    "rotary_emb.cos_cached",
+    "rotary_emb.sin_cached",
+)
+"""The suffixes of buffers in older checkpoints that vLLM's loaders drop, as transformers does: both
+compute them from config.json."""
+
+# What compressed-tensors, ModelOpt, DeepSeek, GPTQ, AWQ and bitsandbytes store of a weight.
+_PACKED = re.compile(
+    r"(^|\.)(weight_(scale\w*|packed|zero_point|shape|g_idx)|scale_inv|qweight|qzeros|scales|g_idx|"
+    r"SCB|weight\.(absmax|quant_map|nested_\w+|quant_state\..+))$"
+)
 _NESTED_CONFIGS = ("text_config", "llm_config", "language_config")
 _PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 
@@ -67,11 +82,29 @@ Layout = Mapping[str, TensorLayout]
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """The language model's part of a config.json, which multimodal models nest."""
-    for name in _NESTED_CONFIGS:
-        nested = config.get(name)
-        if isinstance(nested, Mapping) and nested:
-            return nested
-    return config
+    nested = (config.get(name) for name in _NESTED_CONFIGS)
+    found = next((part for part in nested if isinstance(part, Mapping) and part), config)
+    kinds = found.get("layers_block_type")
+    if isinstance(kinds, list) and "num_hidden_layers" not in found:
+        # transformers 5 saves Nemotron-H's depth so.
+        return {**found, "num_hidden_layers": len(kinds)}
+    return found
+
+
+_WRONG_VALUES = (
+    *(ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError),
+)
+
+
+@contextmanager
+def reading_config(directory: Path, next_step: str) -> Iterator[None]:
+    """Turn Python's own errors on a config.json's values (wrong type, too large) into a refusal."""
+    try:
+        yield
+    except _WRONG_VALUES as error:
+        expected = "fields of the types that vLLM reads"
+        path = directory / CONFIG_FILE
+        raise RefusedError(str(path), repr(error), expected, next_step) from error
 
 
 def without_code(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -156,17 +189,37 @@ def read_layout(directory: Path) -> dict[str, TensorLayout]:
     return layout
 
 
+def quantized(name: str, dtype: str) -> str:
+    """Say why a tensor of a checkpoint is not a plain number for each weight; empty if it is.
+
+    Args:
+        name: its own; a scale has the name of its weight, and stands beside it.
+        dtype: see ``TensorLayout``.
+    """
+    if dtype not in DTYPES.values() and name not in VOCABULARY_MAPS:
+        return f"{name} is {dtype}"
+    return f"{name} is a part of a quantized weight" if _PACKED.search(name) else ""
+
+
 def load_tensors(directory: Path, prefix: str | tuple[str, ...] = "") -> dict[str, Tensor]:
     """Every tensor whose name on disk begins with ``prefix``, or one of these, memory-mapped.
 
+    Those that are ``NOT_LOADED`` are left out. Whatever reads weights reads them here, so that none
+    is taken without its scale.
+
     Raises:
-        RefusedError: a file is missing, unreadable or pickled, or two hold the same name.
+        RefusedError: a file is missing, unreadable or pickled, two hold the same name, or a tensor
+            is ``quantized``.
     """
     tensors: dict[str, Tensor] = {}
     for path in weight_files(directory):
         with _open_safetensors(path) as file:
             names = [name for name in file.keys() if name.startswith(prefix)]  # noqa: SIM118
-            held = {name: file.get_tensor(name) for name in names}
+            held = {n: file.get_tensor(n) for n in names if not n.endswith(NOT_LOADED)}
+        for name, tensor in held.items():
+            if found := quantized(name, str(tensor.dtype).removeprefix("torch.")):
+                step = "give the checkpoint from before it was quantized, in bfloat16"
+                raise RefusedError(f"{path}: {name}", found, "weights as plain numbers", step)
         twice = sorted(tensors.keys() & held)
         if twice:
             found, expected = f"{twice[0]} again", "each tensor in one file"

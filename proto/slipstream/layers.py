@@ -2,7 +2,8 @@
 
 Inside Slipstream and on its wire a layer number L always means "after L decoder
 layers" (0 = embeddings), which is vLLM's reading and the index into Hugging Face's
-``hidden_states``. Other conventions exist only at the edge.
+``hidden_states``, but for the last: there it is normed, here it is the input of the final norm.
+Every layer of a policy can be captured. Other conventions exist only at the edge.
 """
 
 from __future__ import annotations
@@ -36,9 +37,7 @@ def default_aux_layers(num_hidden_layers: int) -> tuple[int, ...]:
 
 def choose_aux_layers(num_hidden_layers: int) -> tuple[int, ...]:
     """Auxiliary layers of a new draft: vLLM's default, and for shallower policies an early, a
-    middle and a late layer, or every layer where there are fewer than four.
-
-    The state after the last layer is the input of no layer, so it cannot be captured.
+    middle and a late layer, or every layer but the last where there are fewer than four.
     """
     if num_hidden_layers >= 8:
         return default_aux_layers(num_hidden_layers)

@@ -16,7 +16,6 @@ import torch
 from slipstream import checkpoints
 from slipstream.checkpoints import (
     CONFIG_FILE,
-    DTYPES,
     MANIFEST_FILE,
     Layout,
     TensorLayout,
@@ -54,10 +53,8 @@ def quantization(config: Mapping[str, Any], layout: Layout) -> str:
     if given:
         method = given.get("quant_method") if isinstance(given, Mapping) else None
         return f"quantization_config ({method or 'of an unnamed method'})"
-    for name, tensor in layout.items():
-        if tensor.dtype not in DTYPES.values():
-            return f"{name} is {tensor.dtype}"
-    return ""
+    found = (checkpoints.quantized(name, tensor.dtype) for name, tensor in layout.items())
+    return next(filter(None, found), "")
 
 
 def read_draft_layout(directory: Path) -> dict[str, TensorLayout]:
@@ -70,7 +67,7 @@ def read_draft_layout(directory: Path) -> dict[str, TensorLayout]:
     if quantized:
         expected, next_step = "unquantized weights", "save the draft in bfloat16"
         raise RefusedError(f"--draft {directory}", quantized, expected, next_step)
-    return layout
+    return {name: one for name, one in layout.items() if not name.endswith(checkpoints.NOT_LOADED)}
 
 
 def read_manifest(directory: Path) -> release_pb2.ReleaseManifest | None:

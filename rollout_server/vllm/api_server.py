@@ -38,6 +38,7 @@ from rollout_server.vllm.plugins import API, Settings, is_active
 from rollout_server.vllm.served import SERVED, Served
 from rollout_server.vllm.versions import DRAFT_LENGTHS_V2, Sources, installed_source
 from slipstream.checkpoints import (
+    NOT_LOADED,
     VOCABULARY_MAPS,
     Layout,
     TensorLayout,
@@ -50,14 +51,6 @@ from slipstream.tensors import spec_of
 from slipstream.v1 import rollout_server_pb2 as pb
 
 logger = logging.getLogger(__name__)
-
-_NOT_LOADED = (
-    "rotary_emb.inv_freq",
-    "rotary_pos_emb.inv_freq",
-    "rotary_emb.cos_cached",
-    "rotary_emb.sin_cached",
-)
-"""The suffixes of buffers in older checkpoints that vLLM's loaders drop."""
 
 
 class ControlPlaneEndpoint:
@@ -318,7 +311,7 @@ def _expected_policy(
     """
     head = {name: tensor for name, tensor in layout.items() if SERVED["mtp"].has(name, config)}
     policy = {name: tensor for name, tensor in layout.items() if name not in head}
-    optional = {name: policy.pop(name) for name in [*policy] if name.endswith(_NOT_LOADED)}
+    optional = {name: policy.pop(name) for name in [*policy] if name.endswith(NOT_LOADED)}
     forbidden: dict[str, str] = {}
     if served.name == "mtp":
         forbidden = dict.fromkeys(head, "stage it as a draft: it is one here")

@@ -30,6 +30,7 @@ from rollout_server.vllm.preflight import (
     check_port_free,
 )
 from rollout_server.vllm.served import SERVED, WithoutWeights, served_by
+from slipstream.checkpoints import reading_config
 from slipstream.errors import RefusedError
 from slipstream.hub import local_folder
 from slipstream.serving.identity import Access, Role, open_access
@@ -241,7 +242,8 @@ def settings_of(args: argparse.Namespace) -> Settings:
     served = served_by(args.draft_kind, args.draft_dir)
     args.draft_kind = served.name
     if args.draft_dir is not None:
-        served.check(Path(args.model_tag), args.draft_dir)
+        with reading_config(args.draft_dir, "give the draft, and MODEL, as they were saved"):
+            served.check(Path(args.model_tag), args.draft_dir)
     online = args.quantization or getattr(args, "quantization_config", None)
     if online and served.name == "mtp":
         # vLLM builds the head with it, as with the quantization of a MODEL.

@@ -16,7 +16,8 @@ from draft_trainer.drafters.eagle3.checkpoint import Eagle3
 from draft_trainer.drafters.eagle3.config import HeadConfig
 from draft_trainer.drafters.eagle3.head import Eagle3Head
 from draft_trainer.drafters.rope import Rope
-from slipstream.checkpoints import target_ids
+from draft_trainer.releases.registry import Registry
+from slipstream.checkpoints import load_tensors, target_ids
 from slipstream.errors import RefusedError
 from tests.draft_trainer.checkpoint_rig import (
     CONFIG,
@@ -139,6 +140,50 @@ def test_vllm_defaults_are_written_into_the_config(
         assert document["architectures"] == [served]
     assert read.rope_parameters["rope_theta"] == again.document["rope_theta"] == 10000.0
     assert again.document["tie_word_embeddings"] is False
+
+
+def test_nemo_automodel_draft_is_read_as_its_trainer_meant_it(tmp_path: Path) -> None:
+    """Its config.json is the policy's with some fields more; its tensors are below "model."."""
+    model = saved(tmp_path)
+    policy = policy_folder(tmp_path, num_hidden_layers=36)
+    stored = load_file(tmp_path / WEIGHTS)
+    top = ("lm_head.weight", "d2t", "t2d")
+    named = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in stored.items()}
+    theirs = {n if n in top else f"model.{n}": tensor for n, tensor in named.items()}
+    theirs["model.embed_tokens.weight"] = load_file(policy / WEIGHTS)["model.embed_tokens.weight"]
+    save_file(theirs, tmp_path / WEIGHTS)
+    whole = {"num_hidden_layers": 36, "layer_types": ["full_attention"] * 36}
+    window = {"sliding_window": 8, "use_sliding_window": False}
+    flags = {"fc_norm": False, "norm_output": False, "parallel_drafting": False}
+    edit_config(
+        tmp_path,
+        **(whole | window | flags),
+        architectures=["LlamaEagle3DraftModel"],
+        model_type="qwen3",
+        attn_implementation="eager",
+    )
+    checkpoint = Eagle3().read(tmp_path, policy)
+    assert checkpoint.config == model.config and not checkpoint.as_stored
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(checkpoint.tensors[name], tensor)
+    (tmp_path / "again").mkdir()
+    checkpoint.write(tmp_path / "again")
+    again = Eagle3().read(tmp_path / "again")
+    assert again.as_stored and again.config == model.config
+    assert again.document["architectures"] == ["LlamaForCausalLMEagle3"]
+
+
+def test_stored_rotary_frequencies_are_left_out(tmp_path: Path) -> None:
+    """vLLM computes them, and a stage would lack them."""
+    model = saved(tmp_path)
+    frequencies = {"midlayer__self_attn__rotary_emb__inv_freq": torch.ones(4)}
+    edit_tensors(tmp_path, **frequencies)
+    checkpoint = Eagle3().read(tmp_path)
+    assert checkpoint.config == model.config and not checkpoint.as_stored
+    assert checkpoint.tensors.keys() == model.state_dict().keys()
+    registry = Registry(tmp_path / "registry")
+    names = {spec.name for spec in registry.import_initial(tmp_path).tensors}
+    assert names == load_tensors(tmp_path).keys() and "fc.weight" in names
 
 
 def test_identity_d2t_of_full_vocabulary_is_dropped(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -62,6 +63,44 @@ def test_config_fields_of_other_trainers() -> None:
         **dict.fromkeys(("specforge_hf", "specforge_sglang", "modelopt"), (2, 5, 7)),
     }
     assert configs["speculators"].sliding_window == 32
+
+
+_UNSAID = f"{_LAYER_IDS} = [2, 5, 7]"
+_ASSUMED = {
+    "speculators": [],
+    "speculators_qwen3": [],
+    "specforge_hf": ["norm_before_residual = false"],
+    "specforge_sglang": [_UNSAID, "norm_before_residual = false"],
+    "modelopt": ["norm_before_residual = false"],
+}
+
+
+@pytest.mark.parametrize("name", _ALL)
+def test_what_a_checkpoint_does_not_say_is_told(
+    tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each start logs it, and the manifest keeps it."""
+    registry = Registry(tmp_path / "registry")
+    for _ in range(2):
+        caplog.clear()
+        manifest = registry.import_initial(_FOLDER / name, _POLICY)
+        assert list(manifest.assumed) == list(registry.get(0).assumed) == _ASSUMED[name]
+        told = [m for m in caplog.messages if "assumed, as its config.json does not say" in m]
+        assert len(told) == bool(_ASSUMED[name])
+        assert all(value in told[0] for value in _ASSUMED[name])
+
+
+def test_missing_rotary_base_and_activation_are_told(tmp_path: Path) -> None:
+    shutil.copytree(_FOLDER / "specforge_hf", tmp_path / "draft")
+    path = tmp_path / "draft" / "config.json"
+    document = json.loads(path.read_text())
+    for name in ("rope_theta", "rope_parameters", "hidden_act"):
+        document.pop(name)
+    path.write_text(json.dumps(document))
+    told = Eagle3().read(tmp_path / "draft", _POLICY).assumed
+    assert set(told) == {
+        *("rope_theta = 10000.0", 'hidden_act = "silu"', "norm_before_residual = false"),
+    }
 
 
 def _no_space(*_: object) -> None:

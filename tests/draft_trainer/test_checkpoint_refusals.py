@@ -95,6 +95,8 @@ _OUTSIDE = torch.cat([d2t()[:-1], torch.tensor([VOCAB])])
             {"norm__weight": torch.tensor([torch.nan, torch.inf, *[1] * 14])},
         ),
         ("fc.weight.*int64", {"fc__weight": torch.zeros(16, 48, dtype=torch.int64)}),
+        ("fc.weight is float8", {"fc__weight": torch.zeros(16, 48).to(torch.float8_e5m2)}),
+        ("fc.weight_scale is a part", {"fc__weight_scale": torch.ones(1)}),
         ("d2t.*nothing", {"d2t": None}),
         ("d2t.*ascending", {"d2t": d2t() + torch.arange(DRAFT_VOCAB).flip(0)}),
         ("d2t.*ascending", {"d2t": _OUTSIDE}),
@@ -126,6 +128,24 @@ def test_draft_of_another_policy_is_refused(
     Eagle3().read(tmp_path, policy_folder(tmp_path))
     with pytest.raises(RefusedError, match=f"the draft's {field}"):
         Eagle3().read(tmp_path, policy_folder(tmp_path, **sizes))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"architectures": ["Qwen3DSparkModel"], "num_hidden_layers": 5},
+        {"architectures": ["DFlashDraftModel"], "num_hidden_layers": 5},
+        {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 2},  # with draft_vocab_size
+    ],
+)
+def test_draft_of_another_kind_is_not_called_a_policy(
+    tmp_path: Path, changes: dict[str, Any]
+) -> None:
+    saved(tmp_path)
+    edit_config(tmp_path, **changes)
+    with pytest.raises(RefusedError, match="found a draft of another kind") as refused:
+        Eagle3().read(tmp_path)
+    assert "draft.kind" in refused.value.next_step and "policy" not in refused.value.next_step
 
 
 def test_unreadable_files_are_refused(tmp_path: Path) -> None:

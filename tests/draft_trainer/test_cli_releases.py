@@ -109,6 +109,19 @@ def test_a_damaged_release_does_not_hide_the_others(folder: Path, capsys: Captur
     assert code == 1 and "is not the one released" in text
 
 
+def test_import_tells_what_the_checkpoint_does_not_say(tmp_path: Path, capsys: Capture) -> None:
+    theirs = Path(__file__).parent / "checkpoints"
+    draft, policy, root = theirs / "specforge_sglang", theirs / "policy", tmp_path / "registry"
+    Registry(root).import_initial(draft, policy)
+    capsys.readouterr()
+    given = ["import", str(draft), "--policy", str(policy), "--registry", str(root)]
+    assert main(["releases", *given]) == 0
+    unsaid = "eagle_aux_hidden_state_layer_ids = [2, 5, 7]"
+    assert f"(add what is right): {unsaid}; norm_before" in capsys.readouterr().err
+    assert unsaid in Registry(root).get(1).assumed
+    assert unsaid in run(capsys, "show", 1, "--registry", root)[1]
+
+
 def test_export_and_import_again(folder: Path, tmp_path: Path, capsys: Capture) -> None:
     registry = Registry(folder)
     code, _ = run(capsys, "export", 2, tmp_path / "as-is", "--registry", folder)

@@ -157,7 +157,7 @@ assert isinstance(NESTED, dict)
         ({"draft_vocab_size": 8}, "draft_vocab_size: found 8, expected 24: embeddings and lm_head"),
         ({"dflash_config": None}, "dflash_config"),
         ({"dflash_config": NESTED | {"mask_token_id": VOCAB}}, "mask_token_id: found 24"),
-        ({"dflash_config": NESTED | {"target_layer_ids": [1, 7, 8]}}, "without the last one's"),
+        ({"dflash_config": NESTED | {"target_layer_ids": [1, 7, 8]}}, "layers from 0 to 7"),
         ({"dflash_config": NESTED | {"causal": True}}, "dflash_config.causal"),
         ({"num_hidden_layers": 3}, "missing"),
         ({"num_hidden_layers": 1 << 20}, "num_hidden_layers: found 1048576, expected .* to 1024"),
@@ -171,6 +171,13 @@ def test_dflash_unsupported_config_is_refused(
     (folder / "config.json").write_text(json.dumps(dflash_document(**changes)))
     with pytest.raises(RefusedError, match=field):
         Dflash().read(folder, policy_folder(tmp_path / "policy"))
+
+
+def test_dflash_activation_that_is_assumed_is_told(tmp_path: Path) -> None:
+    folder = write(tmp_path / "draft", dflash_head())
+    assert Dflash().read(folder).assumed == ()
+    (folder / "config.json").write_text(json.dumps(dflash_document(hidden_act=None)))
+    assert Dflash().read(folder).assumed == ('hidden_act = "silu"',)
 
 
 def test_dflash_of_another_policy_or_pickle_is_refused(tmp_path: Path) -> None:
@@ -219,7 +226,7 @@ def test_dflash_init_writes_what_vllm_loads(
         assert torch.equal(tensor, draft.get_parameter(name).bfloat16())
     with pytest.raises(RefusedError, match="mask_token_id: found 128, expected a token"):
         init_dflash(policy, 128)
-    for layers in ((7, 2), (2, 10), (0, 2)):
+    for layers in ((7, 2), (2, 11), (0, 2)):
         with pytest.raises(RefusedError, match="--aux-layers"):
             init_dflash(policy, 127, aux_layer_ids=layers)
 

@@ -395,6 +395,11 @@ def test_serve_check_finds_fleet_and_draft_problems(
     code, text = run(capsys, "serve", "--check", "--config", str(config))
     assert code == 1 and "a language model (Qwen3ForCausalLM, 10 layers)" in text
     assert f"draft-trainer init --policy {policy_dir}" in text and 'kind = "draft_model"' in text
+    theirs = Path(__file__).parent / "checkpoints"
+    draft = {"initial": str(theirs / "specforge_sglang"), "policy": str(theirs / "policy")}
+    config = write_config(tmp_path, draft=draft | {"registry": "r"})
+    code, text = run(capsys, "serve", "--check", "--config", str(config))
+    assert code == 0 and "eagle_aux_hidden_state_layer_ids = [2, 5, 7]" in text
     assert main(["serve", "--check", "--config", str(tmp_path / "absent.toml")]) == 2
 
 

@@ -103,8 +103,10 @@ def test_import_checks_everything(tmp_path: Path) -> None:
         assert code_of(no_run, {}, "gate") is grpc.StatusCode.FAILED_PRECONDITION
         assert refusal(lambda: client.stub.ImportRelease(iter(()), timeout=5)).field == "kind"
         # After all of it a good one is taken, with its provenance, and stays out of the fleet.
+        good.assumed.extend(["rope_theta = 1e4", "line\nbreak", *["more"] * 50])
         answer = send(client, good, tensors)
         assert answer.manifest.draft_version == 1 and not answer.promoted
+        assert answer.manifest.assumed == ["rope_theta = 1e4", "line\\nbreak", "more"]
         assert answer.manifest.source == release_pb2.RELEASE_SOURCE_IMPORTED
         assert not answer.HasField("verdict") and not answer.manifest.HasField("gate")
         status = client.status()

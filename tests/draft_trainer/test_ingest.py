@@ -126,6 +126,19 @@ def test_bad_sample_is_refused_and_stream_goes_on(
     assert after.samples_accepted == before.samples_accepted + 1
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_overflow_of_states_names_the_type_they_were_sent_in(
+    trainer: tuple[TrainerServer, Client], dtype: torch.dtype
+) -> None:
+    """A policy in bfloat16 is right where its states are beyond float16."""
+    _, client = trainer
+    sample = rollouts(1, seed=int(dtype == torch.float16) + 900)[0].repacked(dtype=dtype)
+    sample.aux.view(-1)[3] = float("inf")
+    (ack,) = client.send(sample)
+    assert ack.refusal.field == "aux_hidden_states" and "1 of " in ack.refusal.found
+    assert ('states_dtype = "bfloat16"' in ack.refusal.next_step) == (dtype == torch.float16)
+
+
 def test_refused_sample_id_may_be_sent_again(
     trainer: tuple[TrainerServer, Client],
 ) -> None:

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import NemotronHConfig, NemotronHForCausalLM
 
-from draft_trainer.checkpoints import PolicyCheckpoint, read_policy
+from draft_trainer.checkpoints import PolicyCheckpoint, read_embeddings, read_policy
 from draft_trainer.cli.main import main
 from draft_trainer.drafters.eagle3.checkpoint import Eagle3
 from draft_trainer.drafters.eagle3.head import Eagle3Head
@@ -91,6 +92,8 @@ def test_init_drops_mrope_sections() -> None:
 
 _FACTORS = {"rope_type": "longrope", "long_factor": [1.0] * 4, "short_factor": [1.0] * 4}
 _YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+_UNREAD = {"attn_factor": 0.9, "finetuned": True, "extrapolation_factor": 1.0}
+_HUNYUAN = {"rope_type": "dynamic", "alpha": 1000.0, "factor": 1.0, "beta_fast": 32, "mscale": 1.0}
 _LINEAR = {"rope_type": "linear", "factor": 8.0, "rope_theta": 5e5}
 _SLIDING = {"rope_type": "default", "rope_theta": 77.0}
 
@@ -117,12 +120,20 @@ _SLIDING = {"rope_type": "default", "rope_theta": 77.0}
             Rope(5e5, "linear", (("factor", 8.0),)),
             "rope of the full-attention layers",
         ),
-        # DeepSeek-R1-0528-Qwen3-8B: nobody reads the factor.
+        # DeepSeek-R1-0528-Qwen3-8B and YaRN's own models: nobody reads these.
         (
-            {"rope_parameters": {**_YARN, "attn_factor": 0.9, "rope_theta": 1e6}},
+            {"rope_parameters": {**_YARN, **_UNREAD, "rope_theta": 1e6}},
             Rope(1e6, "yarn", (("factor", 4.0), ("original_max_position_embeddings", 32))),
             "$",
         ),
+        # HunYuan: the dynamic kind reads none of YaRN's.
+        (
+            {"rope_parameters": {**_HUNYUAN, "rope_theta": 1e4}},
+            Rope(1e4, "dynamic", (("alpha", 1000.0), ("factor", 1.0))),
+            "$",
+        ),
+        # Nemotron-H's attention has no positions.
+        ({"rope_parameters": None}, Rope(), "plain rope with base 10000.0, as the policy names"),
     ],
 )
 def test_init_replaces_unsupported_rope(changes: dict[str, Any], rope: Rope, told: str) -> None:
@@ -150,8 +161,13 @@ def test_init_invalid_rope_is_refused(rope: dict[str, Any], field: str) -> None:
     [
         ({"intermediate_size": None}, None, "--intermediate-size: found nothing"),
         ({"rms_norm_eps": None}, None, "config.json rms_norm_eps"),
-        ({"rope_parameters": None}, None, "rope_theta"),
-        ({}, (2, 10), r"--aux-layers: found \[2, 10\], expected ascending layers from 0 to 9"),
+        ({"rope_parameters": [1]}, None, r"config\.json rope_parameters: found \[1\], expected an"),
+        ({"num_key_value_heads": [2, 1]}, None, r"the policy's .* num_key_value_heads: found \[2"),
+        ({"num_attention_heads": [2]}, None, "the policy's config.json num_attention_heads"),
+        ({"intermediate_size": [9, 9]}, None, "the policy's config.json intermediate_size"),
+        ({"head_dim": "8"}, None, "the policy's config.json head_dim: found 8"),
+        ({"num_attention_heads": 3}, None, "num_attention_heads: found 3, .* --norms qk_norm"),
+        ({}, (2, 11), r"--aux-layers: found \[2, 11\], expected ascending layers from 0 to 10"),
         ({}, (5, 2), "leave the option out, which chooses 2,5,7"),
     ],
 )
@@ -163,8 +179,34 @@ def test_init_incomplete_policy_config_is_refused(
 
 
 def test_read_policy_refuses_a_draft(tmp_path: Path, draft_dir: Path) -> None:
-    with pytest.raises(RefusedError, match=r"so a draft, expected the policy itself"):
-        read_policy(draft_dir)
+    for folder in (draft_dir, draft_dir.parent / "dflash"):
+        with pytest.raises(RefusedError, match=r"so a draft, expected the policy itself"):
+            read_policy(folder)
+
+
+def test_init_for_a_policy_with_an_odd_number_of_heads() -> None:
+    config = init_draft(policy(num_attention_heads=3), None, norms=("qk_norm",)).config
+    assert (config.num_attention_heads, config.head_dim) == (3, 8)
+
+
+def test_init_for_nemotron_h(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its checkpoint has other names, and no count of layers where transformers has saved it."""
+    sizes = {name: value for name, value in SIZES.items() if name != "rope_parameters"}
+    sizes["num_key_value_heads"] = 1
+    hybrid = {"mamba_num_heads": 4, "mamba_head_dim": 16, "n_groups": 1, "ssm_state_size": 8}
+    kinds = ["linear_attention", "full_attention", "mlp"] * 4
+    config = NemotronHConfig(**sizes, **hybrid, layers_block_type=kinds, chunk_size=8)
+    model = NemotronHForCausalLM(config)
+    model.save_pretrained(tmp_path / "policy")
+    stored = load_file(tmp_path / "policy" / "model.safetensors")
+    assert {"backbone.embeddings.weight", "backbone.norm_f.weight"} < stored.keys()
+    options = ("--policy", tmp_path / "policy", "--out", tmp_path / "draft")
+    code, out, err = init(capsys, *options)
+    assert code == 0, err
+    assert "after layers 2, 6, 9" in out and "as the policy names none" in out
+    head = Eagle3().read(tmp_path / "draft", tmp_path / "policy").draft()
+    assert torch.equal(head.lm_head.weight, model.lm_head.weight.bfloat16().float())
+    assert torch.equal(read_embeddings(tmp_path / "policy"), model.model.embeddings.weight)
 
 
 def test_draft_vocabulary_takes_most_frequent_tokens() -> None:
@@ -282,6 +324,52 @@ def test_read_policy_of_hugging_face_layouts(tmp_path: Path, policy_dir: Path) -
     (tmp_path / "model-00000.safetensors").write_bytes(b"none")
     with pytest.raises(RefusedError, match="model-00000"):
         read_policy(tmp_path)
+
+
+_FP8 = torch.ones(VOCAB, 192).to(torch.float8_e4m3fn)
+
+
+@pytest.mark.parametrize(
+    ("changes", "found"),
+    [
+        ({"lm_head.weight": _FP8}, "lm_head.weight is float8_e4m3fn"),
+        ({"lm_head.weight_scale": torch.ones(VOCAB, 1)}, "lm_head.weight_scale is a part"),
+        ({"lm_head.weight": _FP8.view(torch.uint8)[:, :96]}, "lm_head.weight is uint8"),
+        (
+            # As GPTQ and compressed-tensors name it: lm_head has no weight, and is not tied.
+            {"lm_head.weight": None, "lm_head.qweight": torch.zeros(24, VOCAB, dtype=torch.int32)},
+            "lm_head.qweight is a part",
+        ),
+        (
+            {"lm_head.weight": None, "lm_head.weight_packed": torch.zeros(VOCAB, 24).int()},
+            "lm_head.weight_packed is a part",
+        ),
+        ({"lm_head.weight.absmax": torch.ones(9)}, "lm_head.weight.absmax is a part"),
+        ({"model.norm.weight": _FP8[0]}, "model.norm.weight is float8_e4m3fn"),
+    ],
+)
+def test_quantized_weights_of_a_policy_are_refused_by_name(
+    tmp_path: Path, policy_dir: Path, changes: dict[str, torch.Tensor | None], found: str
+) -> None:
+    """Taken as plain numbers, rows would be up to 53,000 times too long, or the embeddings'."""
+    tensors = load_file(policy_dir / "model.safetensors") | changes
+    kept = {name: tensor.contiguous() for name, tensor in tensors.items() if tensor is not None}
+    save_file(kept, tmp_path / "model.safetensors")
+    config = json.loads((policy_dir / "config.json").read_text())
+    del config["tie_word_embeddings"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(RefusedError, match=re.escape(found)) as refused:
+        read_policy(tmp_path)
+    assert "from before it was quantized" in refused.value.next_step
+
+
+def test_quantized_embeddings_of_a_policy_are_refused(tmp_path: Path, policy_dir: Path) -> None:
+    scale = {"model.embed_tokens.weight_scale_inv": torch.ones(1, 2)}
+    tensors = load_file(policy_dir / "model.safetensors") | scale
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text((policy_dir / "config.json").read_text())
+    with pytest.raises(RefusedError, match=r"weight_scale_inv is a part"):
+        read_embeddings(tmp_path)
 
 
 def test_init_writes_a_draft_of_every_token(

@@ -11,7 +11,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from policy_bridge import ModulePaths
-from policy_bridge.model import find_modules
+from policy_bridge.model import find_modules, unwrapped
 from policy_bridge.sync import policy_tensors
 from slipstream.errors import RefusedError
 from tests.tiny import tiny_qwen3
@@ -71,6 +71,23 @@ def test_gradients_bit_identical_with_capture_on_and_off(
     # A third time without: nothing of the window is left.
     assert_same_bits(plain, gradients(model, data, None, step))
     assert len(windows.samples) == 3
+
+
+@pytest.mark.parametrize("policy", [*TRAINED, "mixtral", "compiled-around"])
+def test_state_after_the_last_layer_is_the_input_of_the_final_norm(policy: str) -> None:
+    """Bit for bit, with the policy's gradients as they are without a window."""
+    data, model, seen = batch((9, 5, 12)), POLICIES[policy](), list[torch.Tensor]()
+    plain = gradients(model, data, None)
+    windows = Windows(model, (1, 3), paths=PLAIN if isinstance(model, Plain) else ModulePaths())
+    if not isinstance(model, Plain):
+        norm = [*unwrapped(model)][-1].model.norm
+        norm.register_forward_pre_hook(lambda _, args: seen.append(args[0].detach().clone()))
+    assert_same_bits(plain, gradients(model, data, windows))
+    for row, mask in enumerate(data["attention_mask"].bool()):
+        sample = windows.of_row(data, row)
+        # A plain one has no norm.
+        state = seen[row // 2][row % 2][mask] if seen else sample.final_hidden
+        assert torch.equal(sample.aux[:, 16:], state) and bool(state.any())
 
 
 def compiled_calls(model: nn.Module) -> list[object]:
@@ -165,6 +182,17 @@ def test_module_path_unresolved_refused_by_field(paths: ModulePaths, field: str)
     with pytest.raises(RefusedError) as refused:
         find_modules(tiny_qwen3(), paths)
     assert refused.value.field == field
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
+@pytest.mark.parametrize("name", ["lm_head", "embed_tokens"])
+def test_quantized_matrix_is_refused_by_name(name: str, dtype: torch.dtype) -> None:
+    """Its scales are kept elsewhere, as with bitsandbytes and FP8."""
+    model = tiny_qwen3()
+    part = model.lm_head if name == "lm_head" else model.model.embed_tokens
+    part.weight = torch.nn.Parameter(part.weight.detach().to(dtype), requires_grad=False)
+    with pytest.raises(RefusedError, match=rf"{name} in {dtype}, quantized"):
+        find_modules(model, ModulePaths())
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

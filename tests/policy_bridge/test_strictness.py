@@ -55,6 +55,20 @@ def wrong_prompt_lengths(
     run(model, data, capture, prompt_lengths=[1.0])
 
 
+def listed_ids(model: torch.nn.Module, data: dict[str, torch.Tensor], capture: Capture) -> None:
+    run(model, data, capture, input_ids=data["input_ids"].tolist())
+
+
+def listed_mask(model: torch.nn.Module, data: dict[str, torch.Tensor], capture: Capture) -> None:
+    run(model, data, capture, loss_mask=data["loss_mask"].tolist())
+
+
+def listed_logprobs(
+    model: torch.nn.Module, data: dict[str, torch.Tensor], capture: Capture
+) -> None:
+    run(model, data, capture, sampled_logprobs=[[0.0] * 8] * 2)
+
+
 def no_forward(model: torch.nn.Module, data: dict[str, torch.Tensor], capture: Capture) -> None:
     capture.ship(**data)
 
@@ -63,6 +77,7 @@ def labels_for_ids(model: torch.nn.Module, data: dict[str, torch.Tensor], captur
     run(model, data, capture, input_ids=data["input_ids"].masked_fill(~data["loss_mask"], -100))
 
 
+LISTED = {"input_ids": listed_ids, "loss_mask": listed_mask, "sampled_logprobs": listed_logprobs}
 CALLS = {
     "input_ids": labels_for_ids,
     "loss_mask": wrong_mask,
@@ -72,6 +87,18 @@ CALLS = {
     "prompt_lengths": wrong_prompt_lengths,
     "capture.ship": no_forward,
 }
+
+
+@pytest.mark.parametrize("field", LISTED)
+def test_lists_in_ship_cost_window(trainer: FakeTrainer, connect: Connect, field: str) -> None:
+    model, data = make_model(), batch((8, 6))
+    bridge = connect(model=model, strict=False, version=1)
+    with torch.no_grad(), bridge.capture() as taken:
+        LISTED[field](model, data, taken)  # type: ignore[arg-type]
+    reason = bridge.stats().capture_off_reason
+    assert reason.startswith(f"{field}: found list, expected a tensor")
+    deliver(bridge, model, data)
+    assert bridge.stats().capture_off_reason == "" and len(trainer.samples) == 2
 
 
 @pytest.mark.parametrize("field", CALLS)
@@ -169,7 +196,7 @@ def test_version_going_backwards_turns_capture_off(
 @pytest.mark.parametrize(
     ("layers", "vocab", "field"),
     [
-        ((2, 4, 8), [1, 2], "aux_layers"),
+        ((2, 4, 9), [1, 2], "aux_layers"),
         ((2,), [1, 64], "draft_vocab_ids"),
         ((2,), [2, 1], "draft_vocab_ids"),
         ((2,), [], "draft_vocab_ids"),

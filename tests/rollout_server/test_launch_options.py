@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -129,6 +130,22 @@ def test_vllm_options_that_break_guarantees_are_refused(
 ) -> None:
     with pytest.raises(RefusedError, match=text):
         parse(*options)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"target_hidden_size": [192]}, {"eagle_config": [1]}, {"draft_vocab_size": "many"}],
+)
+def test_wrong_types_in_a_drafts_config_are_refused(
+    policy_dir: Path, draft_dir: Path, tmp_path: Path, changes: dict[str, object]
+) -> None:
+    draft = tmp_path / "draft"
+    shutil.copytree(draft_dir, draft)
+    config = json.loads((draft / "config.json").read_text())
+    (draft / "config.json").write_text(json.dumps(config | changes))
+    args = build_parser().parse_args([str(policy_dir), "--draft", str(draft), *PORTS])
+    with pytest.raises(RefusedError, match=r"config\.json: found .*fields of the types that vLLM"):
+        settings_of(args)
 
 
 def test_mtp_head_is_refused_with_online_quantization(

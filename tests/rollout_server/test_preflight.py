@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import save_file
 
 from rollout_server import cli
+from rollout_server.control.draft_folder import read_draft_layout
 from rollout_server.vllm import launch
 from rollout_server.vllm.plugins import Settings
 from rollout_server.vllm.preflight import check_metrics, check_paths, check_port_free
@@ -50,7 +51,11 @@ def edit_tensors(directory: Path, change: Callable[[dict[str, torch.Tensor]], ob
 
 
 def test_eagle3_check_accepts_fitting_drafts(
-    tmp_path: Path, policy_dir: Path, reduced: Path, draft_dir: Path
+    tmp_path: Path,
+    policy_dir: Path,
+    reduced: Path,
+    draft_dir: Path,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     SERVED["eagle3"].check(policy_dir, reduced)
     SERVED["eagle3"].check(policy_dir, write_draft(tmp_path / "full", policy_dir))
@@ -58,6 +63,18 @@ def test_eagle3_check_accepts_fitting_drafts(
     # The default layers of 10, as vLLM counts them.
     nest_layers(reduced, [2, 5, 7])
     SERVED["eagle3"].check(policy_dir, reduced)
+    # The state after the last layer is one, too.
+    edit_config(reduced, eagle_aux_hidden_state_layer_ids=[2, 5, 10], eagle_config=None)
+    SERVED["eagle3"].check(policy_dir, reduced)
+    assert not caplog.messages
+    # A stage of a later draft has no such buffer.
+    buffer = {"midlayer.self_attn.rotary_emb.inv_freq": torch.ones(8)}
+    names = read_draft_layout(reduced).keys()
+    edit_tensors(reduced, lambda tensors: tensors.update(buffer))
+    assert read_draft_layout(reduced).keys() == names
+    edit_config(reduced, eagle_aux_hidden_state_layer_ids=None)
+    SERVED["eagle3"].check(policy_dir, reduced)
+    assert "names no eagle_aux_hidden_state_layer_ids: vLLM assumes [2, 5, 7]" in caplog.text
 
 
 def test_shallow_policy_needs_draft_that_names_its_layers(
@@ -97,6 +114,10 @@ def test_shallow_policy_needs_draft_that_names_its_layers(
         (lambda d: edit_config(d, draft_vocab_size=95), "lm_head.weight"),
         (lambda d: edit_tensors(d, lambda t: t.pop("lm_head.weight")), "lm_head.weight: found abs"),
         (lambda d: edit_tensors(d, lambda t: t.pop("d2t")), "d2t: found nothing"),
+        (
+            lambda d: edit_tensors(d, lambda t: t.update({"model.fc.weight": t.pop("fc.weight")})),
+            "found model.fc.weight, expected fc.weight, as vLLM has it. Next step: serve release 0",
+        ),
         (lambda d: edit_tensors(d, lambda t: t["d2t"].add_(40)), "target ids"),
         (lambda d: edit_tensors(d, lambda t: t["t2d"].logical_not_()), "t2d"),
     ],
@@ -210,6 +231,8 @@ def quantized(policy_dir: Path, folder: Path, kind: str) -> Path:
             stem = name.removesuffix("weight")
             tensors[f"{stem}qweight"] = torch.zeros(8, 8, dtype=torch.int32)
             tensors[f"{stem}packed"] = torch.zeros(8, dtype=torch.uint8)
+        if kind == "packed":
+            tensors[f"{name}_packed"] = torch.zeros(8, 8, dtype=torch.int32)
         if kind in ("nested", "int8"):
             tensors[name] = weight if kind == "nested" else weight.to(torch.int8)
 
@@ -234,6 +257,7 @@ def quantized(policy_dir: Path, folder: Path, kind: str) -> Path:
         ("awq", "quantization_config (awq)"),
         ("int8", "model.layers.0.self_attn.q_proj.weight is I8"),
         ("scales", "is F8_E"),
+        ("packed", "self_attn.q_proj.weight_packed is a part of a quantized weight"),
         ("nested", ""),
     ],
 )

@@ -17,12 +17,18 @@ from draft_trainer.drafters.draft import (
     Drafter,
     check_fits,
     check_tensors,
-    reading_config,
     tensor_shapes,
 )
 from draft_trainer.drafters.eagle3.config import OWN_EMBEDDINGS, HeadConfig
 from draft_trainer.drafters.eagle3.head import Eagle3Head
-from draft_trainer.drafters.eagle3.layouts import MODELOPT, PLAIN, SPECULATORS, Document, Layout
+from draft_trainer.drafters.eagle3.layouts import (
+    MODELOPT,
+    PLAIN,
+    SPECULATORS,
+    Document,
+    Layout,
+    assumed,
+)
 from slipstream.checkpoints import (
     CONFIG_FILE,
     WEIGHTS_FILE,
@@ -30,12 +36,13 @@ from slipstream.checkpoints import (
     d2t_of,
     load_tensors,
     read_layout,
+    reading_config,
     text_config,
     weight_files,
 )
 from slipstream.errors import RefusedError
 from slipstream.hub import read_json
-from slipstream.layers import AUX_LAYERS
+from slipstream.layers import AUX_LAYERS, check_layers
 
 # In this order: the first that matches a config.json reads it.
 _LAYOUTS = (SPECULATORS, MODELOPT, PLAIN)
@@ -63,7 +70,8 @@ class Eagle3(Drafter):
         """
         weight_files(directory)  # refuses a pickle before anything that is missing
         config, layout, document, served = _read_config(directory, policy)
-        stored = load_tensors(directory)
+        # NeMo AutoModel's are below "model.".
+        stored = {name.removeprefix("model."): t for name, t in load_tensors(directory).items()}
         where = str(directory)
         tensors = {name: t for name, t in stored.items() if name not in layout.leftovers}
         d2t, t2d = tensors.pop("d2t", None), tensors.pop("t2d", None)
@@ -96,8 +104,9 @@ class Eagle3(Drafter):
             names=names,
             with_t2d=t2d is not None or layout.write is None,
             as_stored=served == document
-            and {*names.values(), *maps} == stored.keys()
+            and {*names.values(), *maps} == read_layout(directory).keys()
             and weight_files(directory) == [directory / WEIGHTS_FILE],
+            assumed=assumed(document, config),
         )
 
     def save(
@@ -141,13 +150,11 @@ class Eagle3(Drafter):
 
 def _check_fits_policy(config: HeadConfig, policy: Mapping[str, Any]) -> None:
     """Refuse a draft whose vocabulary, width or layers are not those of this config.json."""
-    depth, deepest = size_of(policy, "num_hidden_layers"), config.aux_layer_ids[-1]
+    depth = size_of(policy, "num_hidden_layers")
     width, next_step = size_of(policy, "hidden_size"), "give its draft"
     sizes = {"vocab_size": config.vocab_size, "target_hidden_size": config.target_hidden_size}
     check_fits(sizes, {**policy, "target_hidden_size": width}, next_step)
-    if deepest > depth:
-        expected = f"at most {depth}, for this policy"
-        raise RefusedError(f"the draft's {AUX_LAYERS}", deepest, expected, next_step)
+    check_layers(config.aux_layer_ids, f"the draft's {AUX_LAYERS}", next_step, last=depth)
 
 
 def _is_copy_of_the_policys(embeddings: Tensor, policy: Path | None, where: str) -> bool:
@@ -192,6 +199,11 @@ def _refuse_policy(directory: Path, document: Document) -> None:
     layers = text.get("num_hidden_layers", text.get("n_layer"))
     if names and "eagle" not in names.lower() and isinstance(layers, int) and layers > 1:
         found = f"a language model ({names}, {layers} layers)"
+        named = any(part in names.lower() for part in ("draft", "dspark"))
+        if named or "draft_vocab_size" in document:
+            found = f"a draft of another kind ({names}, {layers} layers)"
+            next_step = "set draft.kind to its kind, where docs/mechanisms.md has it (dflash)"
+            raise RefusedError(str(directory), found, "an EAGLE-3 draft", next_step)
         make = f"draft-trainer init --policy {directory} --out DIR"
         small = 'draft.kind = "draft_model", if this small model is to draft'
         next_step = f"if this is the policy, give its draft or make one: {make}; or set {small}"

@@ -29,18 +29,19 @@ ARCHITECTURES = {
 }
 
 # Fields that change what vLLM computes in a way this head cannot follow, and the values it can.
+# Others that are unknown change nothing there: vLLM's classes read these, and those of HeadConfig.
 _FIXED_VALUES: dict[str, tuple[Any, ...]] = {
-    "hidden_act": ("silu",),
-    "num_hidden_layers": (1,),
-    "qkv_bias": (False, None),
-    "bias": (False, None),
-    "logit_scale": (1, 1.0, None),
-    "is_causal": (True, None),
-    "quantization_config": (None,),
-    "parallel_drafting": (False, None),
-    "ptd_token_id": (None,),
-    "pard_token": (None,),
-    "tie_word_embeddings": (False, None),
+    "hidden_act": ("silu",),  # the MLP's, of which vLLM has no other
+    "num_hidden_layers": (1,),  # further layers take no embeddings
+    "qkv_bias": (False, None),  # overrides attention_bias, but for the output
+    "bias": (False, None),  # another name for attention_bias
+    "logit_scale": (1, 1.0, None),  # a factor of the draft's logits
+    "is_causal": (True, None),  # attention in both directions
+    "quantization_config": (None,),  # the weights are no plain numbers
+    "parallel_drafting": (False, None),  # P-EAGLE: all tokens in one pass
+    "ptd_token_id": (None,),  # the same
+    "pard_token": (None,),  # the same
+    "tie_word_embeddings": (False, None),  # vLLM would take the embeddings for lm_head
 }
 # Values of fields that a file may lack.
 _DEFAULTS = {"hidden_act": "silu", "num_hidden_layers": 1}

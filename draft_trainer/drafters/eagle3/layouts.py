@@ -15,7 +15,8 @@ lower acceptance than it was trained to.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import json
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,9 @@ from typing import Any
 from draft_trainer.checkpoints import Refuse, read_policy_config, size_of
 from draft_trainer.drafters.eagle3.config import ARCHITECTURES, OWN_EMBEDDINGS, HeadConfig
 from slipstream.layers import AUX_LAYERS, ambiguous_layers, default_aux_layers
+
+_AUTOMODEL = "LlamaEagle3DraftModel"
+"""The class in the config.json of NeMo AutoModel 0.7 (``speculative/eagle/draft_llama.py``)."""
 
 Document = dict[str, Any]
 """A config.json."""
@@ -72,6 +76,34 @@ def default_layer_ids(document: Mapping[str, Any], policy: Path | None) -> list[
     return list(default_aux_layers(depth))
 
 
+def assumed(document: Mapping[str, Any], config: HeadConfig) -> tuple[str, ...]:
+    """Return what neither a config.json nor the shapes of its tensors say, "name = value" each.
+
+    A wrong value raises no error and loses acceptance, up to nearly all of it.
+    """
+    said = {*_named(document)}
+    taken = {
+        # vLLM's default for the policy's depth. It reads layer_ids, too.
+        AUX_LAYERS: None if "layer_ids" in said else config.aux_layer_ids,
+        # SafeAILab's trainer leaves it out.
+        "rope_theta": config.rope.theta,
+        "hidden_act": "silu",
+        # SpecForge's trainer has no other; speculators' has both.
+        "norm_before_residual": config.norm_before_residual,
+    }
+    unsaid = ((name, value) for name, value in taken.items() if name not in said)
+    return tuple(f"{name} = {json.dumps(value)}" for name, value in unsaid if value is not None)
+
+
+def _named(document: Mapping[str, Any]) -> Iterator[str]:
+    """The fields that have a value, however deep they are nested."""
+    for name, value in document.items():
+        if isinstance(value, Mapping):
+            yield from _named(value)
+        elif value not in (None, []):
+            yield name
+
+
 def counted(document: Document, ids: list[int]) -> Document:
     """Add ``num_aux_hidden_states``, for which vLLM's Llama class would assume three."""
     if len(ids) == 3 or "num_aux_hidden_states" in document:
@@ -100,11 +132,18 @@ def _read(document: Document, policy: Path | None) -> tuple[HeadConfig, Document
 def _explicit(document: Document) -> Document:
     """Write out what vLLM makes of a class's name, a missing rotary base and tied embeddings.
 
-    SafeAILab's trainer names the policy's class and leaves the base out. vLLM loads a draft's
+    SafeAILab's trainer names the policy's class and leaves the base out, NeMo AutoModel names its
+    own. vLLM loads a draft's
     lm_head whatever the file says of tying, and would tie it where it equals the embeddings.
     """
     names = [name for known in ARCHITECTURES.values() for name in known]
     given = document["architectures"] or ()
+    if [*given] == [_AUTOMODEL]:
+        # All else in it is the policy's own config.json; the draft has one layer without a window.
+        others = ("layer_types", "sliding_window", "use_sliding_window")
+        document = {name: value for name, value in document.items() if name not in others}
+        document |= {"model_type": "llama", "num_hidden_layers": 1}
+        given = ARCHITECTURES["llama"][:1]
     renamed = [f"Eagle3{name}" if f"Eagle3{name}" in names else name for name in given]
     document = {**document, "architectures": renamed}
     ropes = [document.get(field) or () for field in ("rope_scaling", "rope_parameters")]

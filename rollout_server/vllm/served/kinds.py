@@ -5,6 +5,7 @@ vLLM itself never notices an out-of-range layer or a wrong vocabulary map.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,8 @@ from slipstream.checkpoints import (
 )
 from slipstream.errors import RefusedError
 from slipstream.layers import AUX_LAYERS, ambiguous_layers, check_layers, default_aux_layers
+
+logger = logging.getLogger(__name__)
 
 DFLASH_ARCHITECTURE = "DFlashDraftModel"
 _DFLASH_PARTS = ("fc.", "hidden_norm.", "norm.", "layers.")
@@ -56,15 +59,18 @@ class Eagle3(Served):
         # A speculators checkpoint nests the sizes.
         sizes: Mapping[str, Any] = config.get("transformer_layer_config") or config
         path = f"{draft_dir / 'config.json'}"
+        if "model.fc.weight" in layout:
+            found, step = "model.fc.weight", "serve release 0 of a registry that began with it"
+            raise RefusedError(f"{draft_dir}: tensors", found, "fc.weight, as vLLM has it", step)
         if "fc.weight" not in layout and int(config.get("num_hidden_layers", 1)) > 1:
             found_kind = f"a language model ({config['num_hidden_layers']} layers, no fc.weight)"
             make = f"draft-trainer init --policy {model_dir} --out DIR"
             step = f"make one ({make}), or let this model draft: --draft-kind draft_model"
             raise RefusedError(f"--draft {draft_dir}", found_kind, "an EAGLE-3 draft", step)
-        found = int(config.get("target_hidden_size") or sizes.get("hidden_size", 0))
-        if found != hidden:
+        width = int(config.get("target_hidden_size") or sizes.get("hidden_size", 0))
+        if width != hidden:
             expected = f"{hidden} (hidden_size of {model_dir})"
-            raise RefusedError(f"{path}: hidden_size", found, expected, _OTHER_DRAFT)
+            raise RefusedError(f"{path}: hidden_size", width, expected, _OTHER_DRAFT)
         layers = _aux_layers(config, depth, f"{path}:")
         fc, width = layout.get("fc.weight"), len(layers) * hidden
         if fc is None or len(fc.shape) != 2 or fc.shape[1] != width:
@@ -95,7 +101,9 @@ def _aux_layers(config: Mapping[str, Any], depth: int, where: str) -> tuple[int,
     nested = (config.get("eagle_config") or {}).get(AUX_LAYERS)
     ids = config.get(AUX_LAYERS) or nested
     if ids is None:
-        return default_aux_layers(depth)
+        assumed = default_aux_layers(depth)
+        logger.warning("%s names no %s: vLLM assumes %s", where, AUX_LAYERS, [*assumed])
+        return assumed
     # A policy of fewer than 8 layers has no default that the nested list could mean.
     usual = depth >= 8 and tuple(ids) == default_aux_layers(depth)
     if not config.get(AUX_LAYERS) and not usual:
