@@ -25,10 +25,16 @@ def record(
     for index, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
         by_length[len(prompt) + len(completion)].append(index)
     zero = torch.zeros(1)
+    before_norm: list[torch.Tensor] = []
+    # The last entry of hidden_states is after the final norm: lm_head's input.
+    hook = model.base_model.norm.register_forward_pre_hook(
+        lambda _, states: before_norm.append(states[0])
+    )
     # Those of one length share a pass, which needs no padding.
     for count, indices in by_length.items():
         ids = torch.tensor([[*prompts[index], *completions[index]] for index in indices])
         output = model(input_ids=ids, output_hidden_states=True)
+        after = [*output.hidden_states[:-1], before_norm.pop()]
         logits = output.logits[:, :-1].float()
         sampled = logits.gather(2, ids[:, 1:, None])[:, :, 0]
         log_probs = sampled - logits.logsumexp(2)
@@ -43,15 +49,14 @@ def record(
                 segment_ids=torch.zeros(count, dtype=torch.int64),
                 loss_mask=torch.arange(count) >= len(prompts[index]),
                 aux=torch.cat(
-                    [torch.zeros(count, 0)]
-                    + [output.hidden_states[layer][row] for layer in aux_layers],
+                    [torch.zeros(count, 0)] + [after[layer][row] for layer in aux_layers],
                     dim=1,
                 ),
-                # The last entry of hidden_states is after the final norm: lm_head's input.
                 final_hidden=output.hidden_states[-1][row],
                 sampled_logprobs=torch.cat([zero, log_probs[row]]),
                 sampled_logits=torch.cat([zero, sampled[row]]),
             )
+    hook.remove()
     return [samples[index] for index in range(len(prompts))]
 
 

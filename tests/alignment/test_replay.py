@@ -16,6 +16,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from draft_trainer.checkpoints import read_policy_config
 from draft_trainer.cli.main import main
 from draft_trainer.drafters import Draft
 from draft_trainer.drafters.eagle3.checkpoint import Eagle3
@@ -106,14 +107,16 @@ def test_replay_predicts_measured_acceptance(
 def test_replay_of_a_draft_with_the_norms_of_eagle_3_1(
     serve: Callable[..., Live], policy_dir: Path, tmp_path: Path
 ) -> None:
-    """It has all three, and is what ``draft-trainer warmup`` makes."""
+    """It has all three, reads after the last layer, and is what ``draft-trainer warmup`` makes."""
     file = write_rollouts(task, policy_dir, tmp_path / "rollouts.jsonl", 768, seed=0)
     config = configuration(tmp_path, epochs=3, threads=1, block=False)
     norms = ("norm_output", "fc_norm", "qk_norm")
     given = ("--policy", policy_dir, "--rollouts", file, "--config", config, "--norms", *norms)
+    given += ("--aux-layers", "2,5,10")
     assert main(["warmup", *map(str, given), "--out", str(tmp_path / "draft")]) == 0
     head = Eagle3().read(tmp_path / "draft").draft()
     assert all(getattr(head.config, name) for name in norms)
+    assert head.config.aux_layer_ids[-1] == read_policy_config(policy_dir)["num_hidden_layers"]
     model = AutoModelForCausalLM.from_pretrained(policy_dir, dtype=torch.float32).eval()
     prompts = [prompt_ids(problem) for problem in held_out_problems(ROLLOUTS)]
     assert_replay(serve(draft=tmp_path / "draft"), model, head, prompts, least=1.3)
