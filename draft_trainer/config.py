@@ -20,7 +20,7 @@ from pydantic import (
     model_validator,
 )
 
-from slipstream.client import MAX_MESSAGE_BYTES, split_address
+from slipstream.client import split_address
 from slipstream.errors import RefusedError
 from slipstream.serving.identity import Access, ClientCredentials, Role, open_access
 
@@ -144,7 +144,7 @@ class ServerConfig(Section):
     stream_idle_s: Annotated[float, Field(gt=0.0, le=86400.0, allow_inf_nan=False)] = 900.0
     keepalive_s: Annotated[float, Field(ge=1.0, le=3600.0, allow_inf_nan=False)] = 20.0
     max_tokens_per_sample: Annotated[int, Field(ge=4)] = 2048
-    receive_window_bytes: Annotated[int, Field(ge=4096)] = MAX_MESSAGE_BYTES
+    receive_window_bytes: Annotated[int, Field(ge=4096)] | None = None
     shared_memory: str = "/dev/shm"
     shutdown_timeout_s: Seconds = 10.0
     allow_plaintext: bool = False

@@ -395,8 +395,8 @@ class Capture:
             check_tokens(record, self.modules.vocab_size)
             states = record.states
             dtype = state_dtype(self.states_dtype, states.final)
-            token_bytes = bytes_per_token(len(states.aux), states.final.shape[-1], dtype)
-            most = self.session.max_sample_tokens(token_bytes)
+            width = (len(states.aux), states.final.shape[-1], dtype)
+            token_bytes, most = bytes_per_token(*width), self.session.max_sample_tokens(*width)
             found |= dict.fromkeys(candidates_of(record, token_bytes, most, self.draw), record)
             self.counters.add(captured_tokens=sum(span.end - span.start for span in record.spans))
         return found

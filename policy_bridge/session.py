@@ -23,6 +23,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from policy_bridge.logits import is_sharded
 from policy_bridge.model import PolicyModules, full_tensor
+from policy_bridge.selection import bytes_per_token
 from slipstream.client import MAX_MESSAGE_BYTES
 from slipstream.errors import OVERLOADED, RefusedError, refused_from
 from slipstream.layers import check_layers
@@ -62,9 +63,14 @@ class Session:
             self.draft_vocab_ids, other.draft_vocab_ids
         )
 
-    def max_sample_tokens(self, token_bytes: int) -> int:
-        """Tokens that fit both the trainer's limit and one gRPC message."""
-        return min(self.max_tokens, (MAX_MESSAGE_BYTES - _MESSAGE_OVERHEAD) // token_bytes)
+    def max_sample_tokens(self, layers: int, hidden_size: int, dtype: torch.dtype) -> int:
+        """Tokens that fit both the trainer's limit and a stream's credit, see ``bytes_per_token``.
+
+        That is at least as many bytes as the longest sample has in bfloat16.
+        """
+        longest = self.max_tokens * bytes_per_token(layers, hidden_size, torch.bfloat16)
+        most = max(MAX_MESSAGE_BYTES - _MESSAGE_OVERHEAD, longest)
+        return min(self.max_tokens, most // bytes_per_token(layers, hidden_size, dtype))
 
 
 def decode_session(

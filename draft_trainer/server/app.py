@@ -124,7 +124,11 @@ class TrainerServer:
             aux_layer_ids=draft.aux_layer_ids,
             max_tokens=_max_tokens(config, head),
         )
-        _check_capacity(config, expected)
+        largest = layout_of(
+            *(expected.max_tokens, len(draft.aux_layer_ids), draft.target_hidden_size),
+            torch.bfloat16,
+        ).nbytes
+        _check_capacity(config, expected.max_tokens, largest)
         self._open_samples(economy)
         states = LearnerStates(
             config.draft.registry,
@@ -213,6 +217,8 @@ class TrainerServer:
             ),
             self.status,
             self._workers,
+            config.server.receive_window_bytes
+            or max(MAX_MESSAGE_BYTES, largest + _MESSAGE_OVERHEAD),
         )
         self._listen()
 
@@ -363,20 +369,19 @@ def states_belong_to(registry: Registry, draft: DraftShape, optimizer: str) -> d
 
 
 def _max_tokens(config: TrainerConfig, head: Draft) -> int:
-    """Return the longest sample: as configured, but in bf16 it must fit a message and windows."""
-    per_token = 2 * (len(head.config.aux_layer_ids) + 1) * head.config.target_hidden_size + 21
-    server = config.server
-    largest = min(MAX_MESSAGE_BYTES, server.receive_window_bytes) - _MESSAGE_OVERHEAD
-    longest = min(config.server.max_tokens_per_sample, largest // per_token)
+    """Return the longest sample: as configured, but in bf16 it must fit the windows."""
+    longest = config.server.max_tokens_per_sample
+    if (window := config.server.receive_window_bytes) is not None:
+        per_token = 2 * (len(head.config.aux_layer_ids) + 1) * head.config.target_hidden_size + 21
+        longest = min(longest, (window - _MESSAGE_OVERHEAD) // per_token)
     if head.config.max_row_tokens is not None:
         longest = min(longest, head.config.max_row_tokens - config.training.ttt_steps + 1)
     return max(3, longest)
 
 
-def _check_capacity(config: TrainerConfig, expected: Expected) -> None:
+def _check_capacity(config: TrainerConfig, tokens: int, nbytes: int) -> None:
     """Refuse a replay buffer in which one of the longest samples has no room beside another."""
-    layers, tokens = len(expected.aux_layer_ids), expected.max_tokens
-    least = 2 * layout_of(tokens, layers, expected.hidden_size, torch.bfloat16).nbytes
+    least = 2 * nbytes
     if config.replay.capacity_bytes < least:
         raise RefusedError(
             "replay.capacity_bytes",

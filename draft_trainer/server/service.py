@@ -99,6 +99,8 @@ class DraftTrainerService(pb_grpc.DraftTrainerServicer):
     imports: Imports
     status: Status
     workers: Workers
+    window_bytes: int
+    """Credit of a stream: room for a sample at least."""
     _draining: asyncio.Event = field(default_factory=asyncio.Event)
     _streams: set[StateStream] = field(default_factory=set)
 
@@ -148,7 +150,7 @@ class DraftTrainerService(pb_grpc.DraftTrainerServicer):
         first = await anext(request_iterator, None)
         header = header_of(None if first is None else first.request)
         with self.runs.stream(header.session_id, limits.max_streams) as session:
-            credit = await self.workers.run(self.ingest.credit_bytes, limits.receive_window_bytes)
+            credit = await self.workers.run(self.ingest.credit_bytes, self.window_bytes)
             # Nothing is awaited from here until the stream is where ``drain`` finds it.
             if self._draining.is_set():
                 raise RefusedError(

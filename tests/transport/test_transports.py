@@ -13,9 +13,11 @@ from draft_trainer.server.app import TrainerServer
 from draft_trainer.server.stream import StateStream
 from policy_bridge.outbox import file_bytes
 from slipstream import tensors as framing
+from slipstream.client import MAX_MESSAGE_BYTES
 from slipstream.shm import HEADER_BYTES, SharedFile
 from slipstream.tensors import Bytes
 from tests.draft_trainer.rig import Client, feeding, make_config
+from tests.draft_trainer.synthetic import VOCAB, Policy
 from tests.waiting import until
 
 from .rig import Sender, assert_same, deliver, kept, samples, sending
@@ -38,6 +40,25 @@ def trainer(tmp_path: Path, memory: Path) -> Iterator[tuple[TrainerServer, Clien
 
 
 Trainer = tuple[TrainerServer, Client]
+
+
+@pytest.mark.parametrize("transport", ["shared_memory", "grpc"])
+def test_sample_longer_than_a_message_arrives(tmp_path: Path, memory: Path, transport: str) -> None:
+    tokens = MAX_MESSAGE_BYTES // 140
+    config = make_config(
+        tmp_path,
+        server={"shared_memory": str(memory), "max_tokens_per_sample": tokens},
+        replay={"capacity_bytes": 4 * MAX_MESSAGE_BYTES},
+    )
+    ids = torch.randint(VOCAB, (tokens,), generator=torch.Generator().manual_seed(0))
+    long = Policy().sample(ids, "long")
+    long = long.repacked(aux=long.aux.bfloat16(), final_hidden=long.final_hidden.bfloat16())
+    assert long.nbytes > MAX_MESSAGE_BYTES
+    settings = {"transport": transport, "shared_memory": str(memory)}
+    with feeding(config, train=False) as (server, client):
+        sent = deliver(server.address, [long, *samples(2)], outbox_bytes=1 << 28, **settings)
+        assert (sent.accepted, sent.transport) == (3, transport)
+        assert_same(kept(server)["long"], long)
 
 
 @pytest.mark.parametrize("transport", ["auto", "shared_memory", "grpc"])
