@@ -209,7 +209,7 @@ class Economy:
         if self.tokens and not first:
             self._recent.append((self.tokens, self._dry))
             used = sum(tokens for tokens, _ in self._recent) // len(self._recent)
-            if not any(dry for _, dry in self._recent):
+            if len(self._recent) == 2 and not any(dry for _, dry in self._recent):
                 self._trainable = used
             elif self._trainable:
                 self._trainable = max(self._trainable, math.ceil(GROWTH * used))

@@ -409,13 +409,13 @@ def test_modes_that_decide_nothing(mode: str, train: bool) -> None:
 def test_what_is_wanted_follows_what_training_keeps_up_with(short: int) -> None:
     """A store has room for eight versions of work; the newest of four is trained on first.
 
-    Every third version may be short. The first one is sent before anything is known.
+    Every third version may be short. The first two are sent before anything is known.
     """
     economy = Economy(EconomyConfig(mode="always"))
     economy.decide(0)
     waiting: dict[int, int] = {}
     sent = lost = trained = could = 0
-    for version in range(1, 61):
+    for version in range(1, 121):
         wanted = min(economy.trainable or 8000, 8000)
         waiting[version], sent = wanted, sent + wanted
         left = short if version % 3 == 0 else 1000

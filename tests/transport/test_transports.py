@@ -55,7 +55,7 @@ def test_sample_longer_than_a_message_arrives(tmp_path: Path, memory: Path, tran
     long = long.repacked(aux=long.aux.bfloat16(), final_hidden=long.final_hidden.bfloat16())
     assert long.nbytes > MAX_MESSAGE_BYTES
     settings = {"transport": transport, "shared_memory": str(memory)}
-    with feeding(config, train=False) as (server, client):
+    with feeding(config, train=False) as (server, _):
         sent = deliver(server.address, [long, *samples(2)], outbox_bytes=1 << 28, **settings)
         assert (sent.accepted, sent.transport) == (3, transport)
         assert_same(kept(server)["long"], long)
