@@ -14,6 +14,7 @@ from benchmarks.draft_training.ours import head_config
 from draft_trainer.drafters.eagle3.head import Eagle3Head
 from draft_trainer.drafters.policy import PolicyHead, PolicyHeads
 from slipstream.sample import Sample
+from slipstream.tensors import dtype_to_wire
 
 K = 5
 SELF_CHECK = Case("self-check", 32, 64, 4, 2, 8, 96, 48, rows=4, tokens=24, ttt_steps=K)
@@ -120,20 +121,21 @@ def rollouts(case: Case, seed: int = 0) -> tuple[list[Sample], PolicyHeads]:
         picked = logits[:-1].float().gather(1, ids[1:, None])[:, 0]
         log_z = logits[:-1].float().logsumexp(-1)
         zero = torch.zeros(1)
-        samples.append(
-            Sample.pack(
-                sample_id=str(row),
-                policy_version=1,
-                temperature=1.0,
-                aux_layers=tuple(range(1, NUM_AUX + 1)),
-                token_ids=ids,
-                positions=torch.arange(case.tokens),
-                segment_ids=torch.zeros(case.tokens, dtype=torch.int64),
-                loss_mask=torch.arange(case.tokens) >= 4,
-                aux=normal(case.tokens, NUM_AUX * hidden),
-                final_hidden=final,
-                sampled_logprobs=torch.cat([zero, picked - log_z]),
-                sampled_logits=torch.cat([zero, picked]),
-            )
+        sample = Sample.pack(
+            sample_id=str(row),
+            policy_version=1,
+            temperature=1.0,
+            aux_layers=tuple(range(1, NUM_AUX + 1)),
+            token_ids=ids,
+            positions=torch.arange(case.tokens),
+            segment_ids=torch.zeros(case.tokens, dtype=torch.int64),
+            loss_mask=torch.arange(case.tokens) >= 4,
+            aux=normal(case.tokens, NUM_AUX * hidden),
+            final_hidden=final,
+            sampled_logprobs=torch.cat([zero, picked - log_z]),
+            sampled_logits=torch.cat([zero, picked]),
         )
+        # Without it the teacher would be computed in float32.
+        sample.header.logits_dtype = dtype_to_wire(dtype)
+        samples.append(sample)
     return samples, heads
