@@ -1,7 +1,9 @@
 """``python -m benchmarks.gpu``: what has to be shown on a GPU.
 
-Two parts of at most ten minutes each. Every section's figures are written before the next begins,
-so that a machine that is taken away leaves what it measured. With ``--device cpu --tiny`` the
+Two parts of at most ten minutes each. Every section is a process of its own, which ends with its
+part at the latest: one that fails or hangs, or that leaves the GPU in an error, ends no other. Its
+figures are written before the next begins, so that a machine that is taken away leaves what it
+measured. With ``--device cpu --tiny`` the
 benchmark checks itself: every section runs on a few kilobytes, and every target is listed as not
 measured.
 """
@@ -9,7 +11,9 @@ measured.
 from __future__ import annotations
 
 import argparse
+import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -25,7 +29,6 @@ from benchmarks.gpu import sections
 from benchmarks.gpu.bench import Bench, NotMeasuredError
 from benchmarks.gpu.pack import join
 from benchmarks.harness import Target, end_on_sigterm, finish, options, say, write
-from slipstream.errors import RefusedError
 
 # Of ten minutes; the rest is for what comes before: imports, and packages that are installed.
 PART_SECONDS = 500.0
@@ -120,12 +123,6 @@ PARTS: dict[int, dict[str, Section]] = {
         ),
     },
 }
-# Of a section: what torch, the programs that it starts and a package that is missing raise, and a
-# ceiling that is missing because its own section failed.
-_FAILURES = (
-    *(RuntimeError, RefusedError, OSError, ValueError, subprocess.SubprocessError),
-    *(ImportError, KeyError),
-)
 NOT_BUILT = ("the policy's step while capture, training and swaps share its GPU",)
 """Targets that no section measures."""
 
@@ -133,6 +130,8 @@ NOT_BUILT = ("the policy's step while capture, training and swaps share its GPU"
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line entry; the exit status is 0 if every target is met, or in a self-check."""
     chosen = _parse(argv)
+    if chosen.section is not None:
+        return _alone(chosen)
     if chosen.device == "cuda" and not torch.cuda.is_available():
         raise SystemExit(
             "--device: found cuda and no GPU, expected one. Next step: --device cpu --tiny checks "
@@ -150,15 +149,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             os.environ |= {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(wheels)}
         for number in chosen.part:
             until = time.monotonic() + PART_SECONDS
-            bench = Bench(torch.device(chosen.device), chosen.tiny, Path(folder), until)
             for name, section in PARTS[number].items():
                 if chosen.only and name not in (*chosen.only.split(","), "ceilings"):
                     continue
                 say(f"part {number}: {name}")
-                results[name] = found = _measured(section, bench)
+                results[name] = found = _measured(name, section, chosen, Path(folder), until)
                 for bound in section.bounds:
                     value = found["figures"].get(bound.figure)
-                    if value is None or not bench.cuda or bench.tiny:
+                    if value is None or chosen.device != "cuda" or chosen.tiny:
                         absent[bound.figure] = found["reason"] or "not measured on a GPU"
                     else:
                         targets.append(bound.target(float(value)))
@@ -172,25 +170,63 @@ def main(argv: Sequence[str] | None = None) -> int:
     return int(status or broken or (chosen.device == "cuda" and bool(unmeasured)))
 
 
-def _measured(section: Section, bench: Bench) -> dict[str, Any]:
-    """A section's status, reason and figures; one that fails does not end the others."""
-    begin = time.monotonic()
-    figures: Mapping[str, Any] = {}
-    status, reason = "measured", ""
+def _measured(
+    name: str, section: Section, chosen: argparse.Namespace, folder: Path, until: float
+) -> dict[str, Any]:
+    """A section's status, reason and figures, from a process of its own."""
+    begin, out, log = time.monotonic(), folder / f"{name}.json", folder / f"{name}.log"
+    found: dict[str, Any] = {"status": "failed", "reason": "", "figures": {}}
+    left = until - begin
+    if left < section.seconds:
+        found |= {"status": "not measured", "reason": f"{left:.0f} s are left of this part"}
+    else:
+        with log.open("wb") as output:
+            process = subprocess.Popen(
+                _command(name, chosen, out, until), stderr=output, start_new_session=True
+            )
+        try:
+            code: int | None = process.wait(left)
+        except subprocess.TimeoutExpired:
+            code = None
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+        said = log.read_text(errors="replace")
+        sys.stderr.write(said)
+        if code == 0:
+            found |= json.loads(out.read_text())
+        elif code is None:
+            found["reason"] = f"not done after {left:.0f} s"
+        else:
+            found["reason"] = f"exit status {code}: {said.strip().rpartition(chr(10))[2]}"
+    if found["reason"]:
+        say(f"{found['status']}: {found['reason']}")
+    return {**found, "seconds": time.monotonic() - begin}
+
+
+def _command(name: str, chosen: argparse.Namespace, out: Path, until: float) -> list[str]:
+    """The command of a section alone; what its part's ceilings wrote lies beside ``out``."""
+    given = ("--section", name, "--device", chosen.device, "--json", str(out))
+    tiny = ("--tiny",) if chosen.tiny else ()
+    return [sys.executable, "-m", "benchmarks.gpu", *given, *tiny, "--until", str(until)]
+
+
+def _alone(chosen: argparse.Namespace) -> int:
+    """Run one section in this process."""
+    sections_of = {name: section for part in PARTS.values() for name, section in part.items()}
+    folder = chosen.json.parent
+    bench = Bench(torch.device(chosen.device), chosen.tiny, folder, chosen.until)
+    measured = folder / "ceilings.json"
+    if measured.exists():
+        bench.ceilings = json.loads(measured.read_text())["figures"]
+    found: dict[str, Any] = {"status": "measured", "reason": "", "figures": {}}
     try:
-        if bench.seconds_left < section.seconds:
-            raise NotMeasuredError(f"{bench.seconds_left:.0f} s are left of this part")
-        figures = section.run(bench)
+        found["figures"] = dict(sections_of[chosen.section].run(bench))
     except NotMeasuredError as error:
-        status, reason = "not measured", str(error)
-    except _FAILURES as error:
-        status, reason = "failed", f"{type(error).__name__}: {error}"
-    if bench.cuda:
-        torch.cuda.empty_cache()
-    if reason:
-        say(f"{status}: {reason}")
-    taken = time.monotonic() - begin
-    return {"status": status, "reason": reason, "seconds": taken, "figures": dict(figures)}
+        found |= {"status": "not measured", "reason": str(error)}
+    chosen.json.write_text(json.dumps(found))
+    return 0
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -201,11 +237,17 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--device", choices=("cpu", "cuda"), default="cuda", help="what is measured")
     add("--parts", type=Path, help="folder of `pack split`: the peers' wheels, without an index")
     add("--tiny", action="store_true", help="shapes of a few kilobytes; no target is measured")
+    add("--section", help="run this one in this process; --json gets its figures alone")
+    add("--until", type=float, default=float("inf"), help=argparse.SUPPRESS)
     chosen = parser.parse_args(argv)
+    if chosen.section is not None and chosen.json is None:
+        parser.error("--section: found no --json, expected the file for its figures")
     known = dict.fromkeys(name for number in chosen.part for name in PARTS[number])
-    for name in chosen.only.split(",") if chosen.only else ():
+    for name in (*(chosen.only or "").split(","), chosen.section or ""):
+        if not name:
+            continue
         if name not in known:
-            parser.error(f"--only: found {name}, expected some of {', '.join(known)}; see --part")
+            parser.error(f"found section {name}, expected some of {', '.join(known)}; see --part")
     return chosen
 
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 from benchmarks.gpu import __main__ as gpu
-from benchmarks.gpu.bench import NotMeasuredError
 
 
 @pytest.mark.slow
@@ -42,34 +41,34 @@ def test_gpu_benchmark_runs_every_section_on_cpu(part: int, tmp_path: Path) -> N
 def test_failed_section_fails_the_run_and_spares_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def out_of_memory(bench: object) -> dict[str, float]:
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    def absent(bench: object) -> dict[str, float]:
-        raise NotMeasuredError("no peers")
-
-    written: list[list[str]] = []
+    """One raises, one is killed, one hangs, one has too little time, and the last finds theirs."""
     out = tmp_path / "figures.json"
+    measured = '{"status": "measured", "reason": "", "figures": {"seen": 1.0}}'
+    programs = {
+        "raises": "raise MemoryError('CUDA out of memory')",
+        "killed": "import os; os.kill(os.getpid(), 9)",
+        "last": f"import json, sys; assert len(json.load(open({str(out)!r}))['sections']) == 3; "
+        f"open(sys.argv[1], 'w').write({measured!r})",
+        "hangs": "import time; time.sleep(600)",
+    }
 
-    def last(bench: object) -> dict[str, float]:
-        written.append(list(json.loads(out.read_text())["sections"]))
-        return {"seen": 1.0}
+    def command(name: str, chosen: object, path: Path, until: float) -> list[str]:
+        return [sys.executable, "-c", programs[name], str(path)]
+
+    def nothing(bench: object) -> dict[str, float]:
+        raise AssertionError
 
     bound = gpu.Bound("a figure", "at least", 1.0)
-    parts = {
-        1: {
-            "first": gpu.Section(out_of_memory, 1.0, (bound,)),
-            "second": gpu.Section(absent, 1.0),
-            "late": gpu.Section(last, 1e9),
-            "last": gpu.Section(last, 1.0),
-        }
-    }
-    monkeypatch.setattr(gpu, "PARTS", parts)
+    names = {"raises": 1.0, "killed": 1.0, "late": 1e9, "last": 1.0, "hangs": 1.0}
+    sections = {name: gpu.Section(nothing, seconds, (bound,)) for name, seconds in names.items()}
+    monkeypatch.setattr(gpu, "PARTS", {1: sections})
+    monkeypatch.setattr(gpu, "PART_SECONDS", 12.0)
+    monkeypatch.setattr(gpu, "_command", command)
     assert gpu.main(["--device=cpu", "--tiny", "--part=1", f"--json={out}"]) == 1
-    found = json.loads(out.read_text())
-    assert found["sections"]["first"]["reason"] == "OutOfMemoryError: CUDA out of memory"
-    assert found["not_measured"]["a figure"] == found["sections"]["first"]["reason"]
-    assert found["sections"]["second"]["status"] == "not measured"
-    assert "are left" in found["sections"]["late"]["reason"]
-    # What was measured lies on disk before the next section begins.
-    assert written == [["first", "second", "late"]]
+    found = json.loads(out.read_text())["sections"]
+    statuses = [section["status"] for section in found.values()]
+    assert statuses == ["failed", "failed", "not measured", "measured", "failed"]
+    assert found["raises"]["reason"] == "exit status 1: MemoryError: CUDA out of memory"
+    assert found["killed"]["reason"].startswith("exit status -9")
+    assert "are left" in found["late"]["reason"] and "not done after" in found["hangs"]["reason"]
+    assert found["last"]["figures"] == {"seen": 1.0}
