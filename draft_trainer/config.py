@@ -205,6 +205,8 @@ class TrainingConfig(Section):
         compute_dtype: type of matrix products; bfloat16 where ``device`` is "cuda". Weights,
             gradients and moments are float32 either way.
         cpu_kernels: whether the C kernels run: "auto" where they compile.
+        compile: whether the loss's score function is compiled where ``device`` is "cuda": "auto"
+            where it compiles and computes what eager computes.
         batch_tokens: tokens of one optimizer step; None: ``training.pace`` says.
         forward_tokens: tokens, padding included, of one forward pass; a step accumulates
             gradients over as many passes as its samples need. 8192 where ``device`` is "cuda".
@@ -231,6 +233,7 @@ class TrainingConfig(Section):
     step_weight_decay: Annotated[float, Field(gt=0.0, le=1.0, allow_inf_nan=False)] = 0.8
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
     cpu_kernels: Literal["auto", "on", "off"] = "auto"
+    compile: Literal["auto", "off"] = "off"
     batch_tokens: Annotated[int, Field(ge=1)] | None = None
     forward_tokens: Annotated[int, Field(ge=1)] = 1024
     linger_s: Seconds = 0.2

@@ -26,7 +26,7 @@ gradient computed in the forward pass is Liger Kernel's idea (arXiv 2410.10989).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -54,6 +54,9 @@ _LEAST_ROWS = 256
 # Elements of each tensor in the innermost loop: the few that it reads stay in a core's cache.
 _BLOCK_ELEMENTS = 1 << 17
 _SMALLEST_ACCEPTANCE = 1e-8
+
+compiled_score: Callable[..., Tensor] | None = None
+"""``score`` as ``compile_score`` made it, for training on a GPU; None: ``score`` itself."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -203,17 +206,20 @@ def _score_blocks(
         return score_rows(logits, policy, log_z, inverse_t, target, learns)
     steps, count, vocab = logits.shape
     scores = torch.empty(steps, count, len(METRICS), dtype=torch.float64, device=logits.device)
-    block = max(1, _BLOCK_ELEMENTS // (steps * vocab)) if logits.is_cpu else count
+    function = compiled_score if learns and compiled_score is not None else score
+    # A compiled function takes whole tensors.
+    blocks = logits.is_cpu and function is score
+    block = max(1, _BLOCK_ELEMENTS // (steps * vocab)) if blocks else count
     for start in range(0, count, block):
         rows = slice(start, start + block)
-        scores[:, rows] = _score(
+        scores[:, rows] = function(
             *(logits[:, rows], policy[rows], log_z[rows, None], inverse_t[rows, None]),
             *(target, learns, scaled),
         )
     return scores
 
 
-def _score(
+def score(
     logits: Tensor,
     policy: Tensor,
     log_z: Tensor,
@@ -222,7 +228,7 @@ def _score(
     learns: bool,
     scaled: bool,
 ) -> Tensor:
-    """``_score_blocks`` of one block, all steps at once; ``log_z`` and ``inverse_t`` are [R, 1]."""
+    """Score one block as ``_score_blocks``; ``log_z`` and ``inverse_t`` are [R, 1]."""
     wide = torch.promote_types(logits.dtype, torch.float32)
     p = (policy * inverse_t).to(wide).sub_(log_z).exp_()
     mass, likeliest = p.sum(-1), p.argmax(-1, keepdim=True)

@@ -18,6 +18,7 @@ import torch
 from draft_trainer.config import HELD_OUT_LEAST, TrainerConfig, access_of, credentials_of
 from draft_trainer.counters import Counters
 from draft_trainer.drafters import Draft, DraftShape
+from draft_trainer.drafters.compiled_score import compile_score
 from draft_trainer.ingest.checks import Expected
 from draft_trainer.ingest.folder import SampleFolder
 from draft_trainer.ingest.ingest import Ingest
@@ -141,6 +142,11 @@ class TrainerServer:
         with torch.cuda.stream(stream):
             learner = Learner(head.to(device), config.training)
             resumed = states.resume(learner, newest.draft_version)
+            if device.type == "cuda" and config.training.compile == "auto":
+                steps, target = config.training.ttt_steps, config.training.target
+                said = compile_score(device, steps, draft.draft_vocab_size, target)
+                how = f"not compiled: {said}" if said else "compiled"
+                logger.info("the score function is %s", how)
         self._store.rewind(resumed.draws, newest.draft_version)
         arrived = threading.Event()
         self.runs = Runs(
