@@ -80,7 +80,8 @@ def _difference(
     log_z = policy.float().logsumexp(-1, keepdim=True) + 0.1
     inverse_t = torch.full_like(log_z, 1.25 if scaled else 1.0)
     results = []
-    for function in (loss.score, score):
+    functions: tuple[Callable[..., Tensor], ...] = (loss.score, score)
+    for function in functions:
         given = [each.clone() for each in (logits, policy, log_z, inverse_t)]
         # The rows of a chunk are as many as there is memory for.
         for tensor, dimension in zip(given, (1, 0, 0, 0), strict=True):
