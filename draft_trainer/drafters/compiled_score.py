@@ -39,7 +39,7 @@ def compile_score(
         Why eager stays in use; empty if it does not.
     """
     # One compile thread: torch's own choice is up to 32 processes beside the policy's.
-    options = {"compile_threads": 1} if backend == "inductor" else None
+    options: Any = {"compile_threads": 1} if backend == "inductor" else None
     score = torch.compile(loss.score, backend=backend, fullgraph=True, options=options)
     try:
         found = [
