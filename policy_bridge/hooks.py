@@ -12,6 +12,7 @@ the hooks it had when it was traced. For such a module the entry to the compiled
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -163,7 +164,10 @@ class ForwardTap:
         self._training = training
         self._pick = pick
         self._given: dict[str, Any] = {}
-        self._cached = self._continues = False
+        self._cached = self._continues = self._unnamed = False
+        kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        parameters = inspect.signature(modules.decoder.forward).parameters.values()
+        self._names = [parameter.name for parameter in parameters if parameter.kind in kinds]
         self._layers = tuple(layers)
         # Removes the hooks in reverse: two on one compiled module each put back what they found.
         self._hooks = ExitStack()
@@ -213,13 +217,21 @@ class ForwardTap:
         other = any(active_adapters(module) != on for module, on in self._modules.adapters)
         other = other or (self._training and not torch.is_grad_enabled())
         self._pass = None if other else {}
-        given = {"input_ids": args[0] if args else None, **kwargs}
+        given = {**dict(zip(self._names, args, strict=False)), **kwargs}
+        if args:
+            given["input_ids"] = args[0]
+        # Positions without a name: something may have said which tokens belong together.
+        self._unnamed = len(args) > max(len(self._names), 1)
         parts = ("input_ids", "attention_mask", "position", "seq")
         self._given = {
             n: v for n, v in given.items() if v is not None and any(part in n for part in parts)
         }
         self._cached = False
-        self._continues = bool(getattr(kwargs.get("past_key_values"), "is_initialized", False))
+        cache = given.get("past_key_values")
+        # How much a static cache holds is on the device; it is not waited for.
+        layer = next(iter(getattr(cache, "layers", ())), None)
+        static = isinstance(getattr(layer, "cumulative_length", None), torch.Tensor)
+        self._continues = bool(getattr(cache, "is_initialized", False)) and not static
 
     def _keeper_of(self, layer: int) -> Look:
         def keep(args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> None:
@@ -276,7 +288,8 @@ class ForwardTap:
                 self._cached,
                 self._continues,
                 unread=not (given.keys() & {"attention_mask", "position_ids"} <= follows.keys())
-                or (begins is None and any("seq" in name for name in given)),
+                or (begins is None and any("seq" in name for name in given))
+                or self._unnamed,
             )
         except RuntimeError as error:
             raise_unless_shortage(error)

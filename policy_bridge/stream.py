@@ -93,7 +93,8 @@ class StateStream:
         return sent
 
     def silent_seconds(self) -> float:
-        """Seconds without news while the first credit, or an acknowledgement, is due; else 0."""
+        """Seconds in which nothing was sent or heard while the first credit, or an acknowledgement,
+        is due; else 0."""
         with self._changed:
             due = self._waiting or not self.answered
             return time.monotonic() - self._last_news if due else 0.0
@@ -114,6 +115,8 @@ class StateStream:
         """Join a message's parts, in gRPC's thread, which asks for it once the last was sent."""
         with self._changed:
             self._queued -= _size(parts)
+            # A long sample takes its time on the wire.
+            self._last_news = time.monotonic()
             self._changed.notify_all()
         return b"".join(parts)  # type: ignore[arg-type]
 

@@ -130,10 +130,13 @@ class Ingest:
     def credit_bytes(self, most: int) -> int:
         """Return the bytes a stream may have in flight: ``most``, or less if the store is small.
 
-        They suffice for a sample even if the store has no extent for one, which is then refused by
-        name.
+        They suffice for a sample even if the store has no room for one now: a stream keeps its
+        credit, and a sample without room is refused by name.
         """
-        return min(most, max(self._store.credit_bytes(), _LEAST_CREDIT))
+        expected = self.expected
+        layers = len(expected.aux_layer_ids)
+        longest = layout_of(expected.max_tokens, layers, expected.hidden_size, torch.bfloat16)
+        return min(most, max(self._store.credit_bytes(), longest.nbytes + _LEAST_CREDIT))
 
     def open_file(self, header: pb.StreamHeader) -> tuple[SharedFile | None, str]:
         """Open the client's file of a stream, or return None and why blocks come inline.

@@ -13,7 +13,7 @@ from draft_trainer.ingest.run import Session
 from slipstream.errors import RefusedError, StatusCode
 from slipstream.serving.server import Workers
 from slipstream.shm import SharedFile
-from slipstream.tensors import Framed
+from slipstream.tensors import PIECE_BYTES, Framed
 from slipstream.v1 import draft_trainer_pb2 as pb
 
 MAX_WAITING = 1024
@@ -23,7 +23,8 @@ MAX_BATCH = 4096
 """The most samples in one message."""
 
 MAX_PIECES = 1024
-"""The most pieces of a message's payload: one of a single byte costs 100 times its credit."""
+"""The most pieces of a message's payload, where its stream's credit takes no more in pieces of half
+the usual size: one of a single byte costs 100 times its credit."""
 
 # Bounds on one transaction of the store: with more, its first samples would wait longer.
 _MOST_SAMPLES = 512
@@ -147,6 +148,7 @@ class StateStream:
         return batch
 
     async def _read(self) -> None:
+        most = max(MAX_PIECES, 2 * self.credit // PIECE_BYTES)
         try:
             pieces: list[Framed] = []
             async for framed in self.requests:
@@ -154,9 +156,9 @@ class StateStream:
                 self._spend(framed.nbytes)
                 if is_piece:
                     pieces.append(framed)
-                    if len(pieces) > MAX_PIECES:
-                        found, most = f"more than {MAX_PIECES} pieces", "pieces of about a MiB"
-                        raise RefusedError("payload", found, most, "send larger pieces")
+                    if len(pieces) > most:
+                        found, expected = f"more than {most} pieces", "pieces of about a MiB"
+                        raise RefusedError("payload", found, expected, "send larger pieces")
                     continue
                 while len(self._waiting) >= MAX_WAITING:
                     self._has_room.clear()

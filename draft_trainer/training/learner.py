@@ -35,12 +35,18 @@ logger = logging.getLogger(__name__)
 
 
 class Collated(NamedTuple):
-    """The samples of a step, and their batches of at most ``pass_tokens``, each with the places
-    where its loss is computed."""
+    """The samples of a step, ready for passes of at most ``pass_tokens``.
+
+    Attributes:
+        counts: int64 [K], places where the loss is computed.
+        parts: batches, each with these places; None where a sample is longer than a pass: all of
+            its windows, each with its past, would hold it many times over.
+    """
 
     samples: Sequence[Sample]
     pass_tokens: int
-    parts: list[tuple[Batch, Tensor]]
+    counts: Tensor
+    parts: list[tuple[Batch, Tensor]] | None
 
 
 @dataclass(frozen=True)
@@ -124,12 +130,19 @@ class Learner:
     def collate(self, samples: Sequence[Sample], policy_heads: PolicyHeads) -> Collated:
         """Collate what ``step`` is to train on. Raises RefusedError as that."""
         samples, tokens = self._within_the_window(samples), self._pass_tokens
+        counts = torch.zeros(self.config.ttt_steps, dtype=torch.int64)
+        parts: list[tuple[Batch, Tensor]] | None = []
+        if any(sample.tokens > tokens for sample in samples):
+            parts = None
         try:
-            parts = list(self._collated(samples, policy_heads, tokens))
+            for batch, valid in self._collated(samples, policy_heads, tokens):
+                counts += valid.flatten(1).sum(1)
+                if parts is not None:
+                    parts.append((batch, valid))
         except RuntimeError as error:
             raise_unless_shortage(error)
             raise _no_memory("too little page-locked memory for a step's samples") from error
-        return Collated(samples, tokens, parts)
+        return Collated(samples, tokens, counts, parts)
 
     def step(
         self,
@@ -161,13 +174,11 @@ class Learner:
         started = time.perf_counter()
         if collated is None or collated.pass_tokens != self._pass_tokens:
             collated = self.collate(samples, policy_heads)
-        steps, (samples, _, parts) = self.config.ttt_steps, collated
-        counts = torch.zeros(steps, dtype=torch.int64)
-        for _, valid in parts:
-            counts += valid.flatten(1).sum(1)
-        totals, retries = self._passes(parts, counts.clamp(min=1)), 0
+        steps, (samples, _, counts, parts) = self.config.ttt_steps, collated
+        made = self._collated(samples, policy_heads, self._pass_tokens) if parts is None else parts
+        totals, retries = self._passes(made, counts.clamp(min=1)), 0
         if totals is None:
-            retries, parts, collated = 1, [], None
+            retries, made, parts, collated = 1, [], None, None
             least = max(self.config.forward_tokens // _SMALLEST_PASS, 1)
             self._resize(max(self._pass_tokens // 2, least))
             smaller = self._collated(samples, policy_heads, self._pass_tokens)

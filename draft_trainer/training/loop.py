@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import NamedTuple, TypeVar
@@ -183,8 +184,8 @@ class TrainingLoop:
                 if error.reason not in (_FORGOTTEN, _DEVICE_MEMORY):
                     raise
                 logger.info("a batch was put back: %s", error)
-                self._give_back()
-                self._stored(partial(run.put_back, drawn))
+                if not (self._give_back() and self._undo(run, drawn)):
+                    break
                 metrics, shortage = None, str(error) if error.reason == _DEVICE_MEMORY else ""
             samples, number = len(drawn.samples), drawn.number
             # Samples that are held cannot leave the store, and a gate or a pause may be long. The
@@ -247,7 +248,8 @@ class TrainingLoop:
             self._ahead = None
             return following
         del following
-        self._give_back()
+        if not self._give_back():
+            return None
         return self._stored(lambda: _Next(run, self._draw(run)))
 
     def _look_ahead(self, run: Run) -> None:
@@ -255,7 +257,9 @@ class TrainingLoop:
         pace, config = self.learner.pace, self.config.training
         judged = self._steps_since_candidate + 1 >= pace.steps_per_candidate(config)
         if pace.measured and not judged:
-            self._ahead = self._helper.submit(self._drawn_ahead, run)
+            # RuntimeError: the interpreter is about to end, and no thread takes new work.
+            with suppress(RuntimeError):
+                self._ahead = self._helper.submit(self._drawn_ahead, run)
 
     def _drawn_ahead(self, run: Run) -> _Next:
         try:
@@ -267,13 +271,28 @@ class TrainingLoop:
         except RefusedError:
             return _Next(run, drawn)
 
-    def _give_back(self) -> None:
-        """Undo the draw that was made ahead, if any."""
-        if self._ahead is not None:
-            run, drawn, _ = self._ahead.result()
-            self._ahead = None
-            if drawn.samples:
-                self._stored(partial(run.put_back, drawn))
+    def _give_back(self) -> bool:
+        """Undo the draw that was made ahead, if any; return whether that is done."""
+        if self._ahead is None:
+            return True
+        run, drawn, _ = self._ahead.result()
+        if drawn.samples and not self._undo(run, drawn):
+            return False
+        self._ahead = None
+        return True
+
+    def _undo(self, run: Run, drawn: Drawn) -> bool:
+        """Undo a draw, as soon as the store's index can be written; False: stopped before, and a
+        restart undoes it. What went on meanwhile would count its samples as trained on."""
+
+        def undone() -> bool:
+            run.put_back(drawn)
+            return True
+
+        while not self._stored(undone):
+            if self._stopping.wait(_RETRY_S):
+                return False
+        return True
 
     def _draw(self, run: Run, ahead: bool = False) -> Drawn:
         """The samples of the next step."""
@@ -321,7 +340,8 @@ class TrainingLoop:
     def _consider(self, run: Run) -> None:
         """Gate the weights if they moved since the last time, by states of the run they saw."""
         # A release contains every draw, and what is held cannot leave the store in a long gate.
-        self._give_back()
+        if not self._give_back():
+            return
         if not self._steps_since_candidate or run.run_id != self.position.run_id:
             return
         self._steps_since_candidate = 0

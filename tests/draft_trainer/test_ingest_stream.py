@@ -92,6 +92,20 @@ def test_replay_without_room_for_two_samples_is_refused(tmp_path: Path) -> None:
         assert ack.status == pb.ACK_STATUS_ACCEPTED
 
 
+def test_credit_suffices_for_a_sample_while_others_are_held(tmp_path: Path) -> None:
+    """A stream keeps the credit that it began with."""
+    config = make_config(
+        tmp_path, server={"max_tokens_per_sample": 32}, replay={"capacity_bytes": 9600}
+    )
+    with feeding(config, train=False) as (server, client):
+        held = server._store.reserve(9600 - 64)
+        with Stream(client) as stream:
+            assert stream.credit > 4800
+            del held
+            (sample,) = rollouts(1)
+            assert stream.send(sample).status == pb.ACK_STATUS_ACCEPTED
+
+
 def test_wanted_tokens_are_shared_by_the_streams(tmp_path: Path) -> None:
     """Before the first sample half of the store is counted in float32 states, and told at once."""
     with feeding(make_config(tmp_path), train=False) as (server, client):

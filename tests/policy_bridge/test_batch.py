@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import DynamicCache
+from transformers import DynamicCache, StaticCache
 
 from policy_bridge.selection import PassInputs, Span, spans_of
 from slipstream.errors import RefusedError
@@ -89,6 +89,24 @@ def test_packed_batch_is_captured_per_sequence() -> None:
             close(getattr(sample, name), getattr(own, name), atol=1e-5, rtol=1e-5)
         assert sample.sampled_logprobs[0] == 0.0
         torch.testing.assert_close(sample.sampled_logprobs, own.sampled_logprobs)
+
+
+@pytest.mark.parametrize("how", ["mask without its name", "static cache that was reset"])
+def test_right_pass_is_captured(how: str) -> None:
+    model = tiny_qwen3().eval()
+    static = how.startswith("static")
+    data = batch((12, 12)) if static else batch((9, 5, 12), "left")
+    windows = Windows(model)
+    with torch.no_grad(), windows.open() as capture:
+        if static:
+            cache = StaticCache(config=model.config, max_cache_len=16)
+            model(data["input_ids"], past_key_values=cache)
+            cache.reset()
+            model(data["input_ids"], past_key_values=cache)
+        else:
+            model.lm_head(model.model(data["input_ids"], data["attention_mask"])[0])
+        capture.ship(**data)
+    assert len(windows.samples) == len(data["input_ids"])
 
 
 LENGTHS = (9, 5, 12)

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from draft_trainer.server import stream
 from draft_trainer.server.app import TrainerServer
 from draft_trainer.server.stream import StateStream
 from policy_bridge.outbox import file_bytes
@@ -43,7 +44,10 @@ Trainer = tuple[TrainerServer, Client]
 
 
 @pytest.mark.parametrize("transport", ["shared_memory", "grpc"])
-def test_sample_longer_than_a_message_arrives(tmp_path: Path, memory: Path, transport: str) -> None:
+def test_sample_longer_than_a_message_arrives(
+    tmp_path: Path, memory: Path, transport: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stream, "MAX_PIECES", 8)  # fewer than those of a sample
     tokens = MAX_MESSAGE_BYTES // 140
     config = make_config(
         tmp_path,
