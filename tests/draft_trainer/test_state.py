@@ -220,6 +220,7 @@ def test_events_are_numbered_bounded_and_escaped(
     assert kept[0].reason.isprintable() and kept[0].reason.startswith("10")
     assert len(kept[0].reason) < state_module.REASON_CHARACTERS + 100
     assert [e.number for e in events.since(57)] == [58, 59, 60]
+    assert events.since(60) == []
     assert [e.number for e in events.since(0, newest=2)] == [59, 60]
     # A number of another registry's trainer: everything that is kept.
     assert len(events.since(77)) == 50
