@@ -108,9 +108,10 @@ class Ingest:
         self.expected = expected
         self._wanted = wanted
         self._longest = 0
-        # Of the last sample; before the first, the largest that one may have.
+        # Of the last sample; before the first, of the longest in bfloat16.
         layers = len(expected.aux_layer_ids)
-        self._layout = layout_of(expected.max_tokens, layers, expected.hidden_size, torch.float32)
+        self._layout = layout_of(expected.max_tokens, layers, expected.hidden_size, torch.bfloat16)
+        self._longest_bytes = self._layout.nbytes
         self._store = store
         self.counters = counters
         self._teacher = teacher
@@ -133,10 +134,7 @@ class Ingest:
         They suffice for a sample even if the store has no room for one now: a stream keeps its
         credit, and a sample without room is refused by name.
         """
-        expected = self.expected
-        layers = len(expected.aux_layer_ids)
-        longest = layout_of(expected.max_tokens, layers, expected.hidden_size, torch.bfloat16)
-        return min(most, max(self._store.credit_bytes(), longest.nbytes + _LEAST_CREDIT))
+        return min(most, max(self._store.credit_bytes(), self._longest_bytes + _LEAST_CREDIT))
 
     def open_file(self, header: pb.StreamHeader) -> tuple[SharedFile | None, str]:
         """Open the client's file of a stream, or return None and why blocks come inline.

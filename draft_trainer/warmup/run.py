@@ -38,6 +38,7 @@ from draft_trainer.warmup.report import Report, progress_line, say
 from draft_trainer.warmup.report import is_finished as report_is_finished
 from draft_trainer.warmup.rollouts import Reading, Rollout, Rollouts
 from policy_bridge import BridgeConfig, PolicyBridge
+from policy_bridge.capture import NullCapture
 from slipstream.checkpoints import CONFIG_FILE, WEIGHTS_FILE
 from slipstream.errors import RefusedError
 from slipstream.sample import is_held_out
@@ -297,19 +298,32 @@ class Warmup:
         while part := self._next_part(reading):
             for rollouts in passes(part, most):
                 if bridge.stats().sent_bytes - begin >= capacity // VERSION_SHARE:
-                    self._wait_trained()
+                    self._next_version()
                     begin = bridge.stats().sent_bytes
-                    with bridge.sync((bridge.policy_version or 0) + 1):
-                        pass
                 if not self._goes_on():
                     return
                 temperature = self._rollouts.temperature
                 window = bridge.capture(temperature=temperature, forwards=1)
+                if isinstance(window, NullCapture):
+                    # All that is wanted of this version was chosen, though not all of it sent.
+                    self._next_version()
+                    window = bridge.capture(temperature=temperature, forwards=1)
+                if isinstance(window, NullCapture):
+                    stats = bridge.stats()
+                    found = stats.capture_off_reason or stats.last_error
+                    expected, step = "one whose states can be captured", "see what is said of it"
+                    raise RefusedError("--policy", found, expected, step)
                 forward(model, window, rollouts, temperature)
                 while not bridge.flush(LOOK_SECONDS):
                     self._goes_on()
                 self._check_sent(sum(one.tokens for one in rollouts))
             self._gave(part)
+
+    def _next_version(self) -> None:
+        """Begin another version of the policy, once what was given of this one was trained on."""
+        self._wait_trained()
+        with self._bridge.sync((self._bridge.policy_version or 0) + 1):
+            pass
 
     def _next_part(self, reading: Reading) -> list[Rollout]:
         """The next rollouts that are there; none where the goal is reached or they end."""
@@ -349,9 +363,6 @@ class Warmup:
     def _check_sent(self, tokens: int) -> None:
         """Raise RefusedError where a pass of so many tokens did not reach the trainer."""
         stats = self._bridge.stats()
-        if stats.captures_skipped:
-            found, step = stats.capture_off_reason or stats.last_error, "see what is said of it"
-            raise RefusedError("--policy", found, "one whose states can be captured", step)
         lost = {**stats.shed, **stats.refused_by_field}
         if lost.get("device_memory"):
             raise no_memory(tokens)

@@ -122,7 +122,7 @@ def test_batch_ahead_is_trained_on_after_a_full_disk(tmp_path: Path) -> None:
 
 
 def test_training_goes_on_where_no_thread_takes_work(tmp_path: Path) -> None:
-    """As in an interpreter that ends while the caller's threads still run."""
+    """The state of an interpreter that ends while the caller's threads still run."""
     with feeding(make_config(tmp_path, **OPTIONS), train=False) as (server, client):
         client.send(*rollouts(80))
         server.loop._helper.shutdown()

@@ -107,12 +107,12 @@ def test_credit_suffices_for_a_sample_while_others_are_held(tmp_path: Path) -> N
 
 
 def test_wanted_tokens_are_shared_by_the_streams(tmp_path: Path) -> None:
-    """Before the first sample half of the store is counted in float32 states, and told at once."""
+    """Before the first sample half of the store is counted in bfloat16, and told at once."""
     with feeding(make_config(tmp_path), train=False) as (server, client):
         half = 1 << 21
         with Stream(client) as first:
-            # 2,048 tokens of 277 bytes, with what aligns the states.
-            assert first.wanted_tokens == half * 2048 // (2048 * 277)
+            # Tokens of 149 bytes, with what aligns the states.
+            assert first.wanted_tokens == half * 2048 // (2048 * 149)
             with Stream(client) as second:
                 assert second.wanted_tokens == first.wanted_tokens // 2
                 told = next(first.call).acks
