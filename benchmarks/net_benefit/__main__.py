@@ -1,112 +1,189 @@
-"""``python -m benchmarks.net_benefit``: do speculation and adapting the draft pay?
+"""``python -m benchmarks.net_benefit``: do speculation and an adapted draft pay in a whole loop?
 
-Whole GRPO runs on real vLLM, wall time from the first rollout to the end of the last step. Policy,
-rollout server and trainer share this machine's cores. Every arm starts its own processes and has
-the same seeds, problems, turns, steps and cores: "none" is vLLM without speculation, "frozen"
-serves the example's draft with `--speculation auto` and trains nothing, "always" and "when-it-pays"
-are `economy.mode` of a trainer whose file has nothing else beyond the draft and the server.
+GRPO runs of SmolLM2-135M-Instruct as ``examples.smollm_grpo`` begins it, on real vLLM: rollouts,
+log-probs, update, weight sync. Each starts processes of its own, on two cores: without
+speculation, with the frozen draft and ``--speculation auto``, and with a trainer whose
+``economy.mode`` is ``always`` or ``when-it-pays``. Where they run is what is compared: loop and
+trainer share both cores; or the loop has one and the trainer the other, as a trainer with its own
+device. The latter is compared with a loop that has both cores, and with one on a single core.
 
-Workloads: "short" has one turn a rollout, 96 at once, the demo's task and learning rate; "tail" has
-24 rollouts with a lognormal number of turns (median 4, sigma 0.9, at most 40), so that few run for
-most of a step; "still" is "tail" at a learning rate of 1e-7. A turn ends where the policy ends it.
-A policy step is a log-prob forward and one pass of updates, in four mini-batches, over all turns of
-"short" and over twelve drawn ones of the others: that leaves generation about two thirds of their
-plain step, as in published loops. The share that it really was is printed.
+Workload "few" has 16 rollouts a step, two at a time; "many" 32, all at once. A run's speed is
+tokens over seconds, from the first rollout to the end of a step; ratios are taken between steps on
+the same problems. Last comes what the acceptance and the lengths that were measured would give on
+an A100, computed from published step times.
 """
 
 from __future__ import annotations
 
+import asyncio
+import json
 import os
+import random
 import statistics
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import asdict
-from functools import partial
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, nullcontext
+from dataclasses import asdict, dataclass, field, replace
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
+import httpx
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from benchmarks.harness import (
-    Target,
-    end_on_sigterm,
-    finish,
-    interleaved,
-    options,
-    ratios,
-    say,
-    spread,
-    spread_text,
-    table,
-    write,
-)
-from benchmarks.net_benefit.policy_loop import Workload, train
-from draft_trainer.training.cores import CoreSeconds, core_seconds
-from examples.arithmetic_grpo.processes import Service, Services, free_port
-from examples.local_services import (
-    ARITHMETIC,
-    ONE_THREAD,
-    READY_TIMEOUT,
-    RolloutServer,
-    script,
-)
+from benchmarks.harness import Target, end_on_sigterm, finish, options, say, table, write
+from benchmarks.plan_published.__main__ import read_rows
+from benchmarks.plan_published.rules import table_of
+from examples.arithmetic_grpo.grpo import group_advantages, old_log_probs, pad_batch, update
+from examples.arithmetic_grpo.loop import timed
+from examples.arithmetic_grpo.processes import Services
+from examples.local_services import DRAFT_LENGTH, READY_TIMEOUT, RolloutServer, draft_trainer
+from examples.smollm_grpo.masters import MasterAdamW
+from examples.smollm_grpo.model import check, policy
+from examples.smollm_grpo.run import HERE
+from examples.smollm_grpo.task import Tasks
 from policy_bridge import BridgeConfig, PolicyBridge
 from policy_bridge.sync import policy_tensors
-from slipstream.client import open_channel
-from slipstream.v1 import draft_trainer_pb2 as pb
-from slipstream.v1 import draft_trainer_pb2_grpc as pb_grpc
+from slipstream.economics.arithmetic import best_length, generate
+from slipstream.economics.costs import OFF
 
+DRAFT = HERE / "draft"
 NONE, FROZEN, ALWAYS, PAYS = ARMS = ("none", "frozen", "always", "when-it-pays")
-TAIL = (4.0, 0.9, 40)
-WORKLOADS = {
-    "short": Workload("short rollouts, small policy", 12, 8, (1.0, 0.0, 1), 12, 8e-4, 4, 12),
-    "tail": Workload("long-tailed rollouts", 6, 4, TAIL, 12, 8e-4, 4, 20),
-    "still": Workload("a policy that hardly moves", 6, 4, TAIL, 12, 1e-7, 4, 12),
+SHARED, SPLIT, ONE = "both cores", "a core each", "one core"
+RUNS: dict[str, tuple[str, str]] = {
+    f"{arm}, {place}": (arm, place)
+    for arm, places in {
+        NONE: (SHARED, ONE),
+        FROZEN: (SHARED, ONE),
+        ALWAYS: (SHARED, SPLIT),
+        PAYS: (SHARED, SPLIT),
+    }.items()
+    for place in places
 }
-CALL_SECONDS = 30.0
+COMPARED = (
+    (f"{FROZEN}, {SHARED}", f"{NONE}, {SHARED}"),
+    *((f"{arm}, {SHARED}", f"{plain}, {SHARED}") for arm in (ALWAYS, PAYS) for plain in ARMS[:2]),
+    *((f"{arm}, {SPLIT}", f"{NONE}, {SHARED}") for arm in (ALWAYS, PAYS)),
+    *((f"{arm}, {SPLIT}", f"{plain}, {ONE}") for arm in (ALWAYS, PAYS) for plain in ARMS[:2]),
+)
+"""Runs whose speed is compared: whether it pays, and whether adapting does."""
+LEARNING_RATE = 2e-5
+ROWS = 4
+"""Sequences of a pass: a row's float32 log-probs over 49,152 tokens take 50 MB."""
+GPU_POLICIES = ("Qwen2.5-7B", "Llama-3.1-8B")
+GPU_REQUESTS = 32
+CALL_SECONDS = 60.0
 
 
-def _toml(folder: Path, mode: str, server: str, port: int) -> str:
-    return (
-        f"[server]\nport = {port}\nmetrics_port = {free_port()}\n"
-        f'[draft]\ninitial = "{ARITHMETIC / "draft"}"\n'
-        f'registry = "{(folder / "releases").resolve()}"\n'
-        f'[publish]\nrollout_servers = ["{server}"]\n[economy]\nmode = "{mode}"\n'
-    )
+@dataclass(frozen=True)
+class Workload:
+    """The rollouts of a step: of ``prompts``, ``samples`` each, at most ``in_flight`` at once."""
+
+    prompts: int
+    samples: int
+    in_flight: int
 
 
-@contextmanager
-def _trainer(folder: Path, mode: str, server: str) -> Iterator[Service]:
-    port, config = free_port(), folder / "trainer.toml"
-    config.write_text(_toml(folder, mode, server, port))
-    command = [script("draft-trainer"), "serve", "--config", str(config)]
-    log = folder / "trainer.log"
-    service = Service("draft-trainer", command, log, f"127.0.0.1:{port}", ONE_THREAD)
-    with Services(service):
-        service.wait_ready(READY_TIMEOUT)
-        yield service
+WORKLOADS = {"few": Workload(4, 4, 2), "many": Workload(8, 4, 32)}
 
 
-def run_arm(name: str, arm: str, workload: Workload, seed: int, folder: Path) -> dict[str, Any]:
-    """One run with processes of its own; what it took."""
+@dataclass
+class Run:
+    """The course of one run.
+
+    Attributes:
+        steps: seconds and tokens of each step.
+        phases: seconds of all steps: generation, log_prob, update, sync.
+        lengths: tokens of each completion.
+        tried, accepted: tokens drafted and accepted at each position, by vLLM's counters.
+        reward: mean of the last step.
+        release: draft version that is served at the end.
+        trainer_cpu_seconds: of the trainer, its start included.
+    """
+
+    steps: list[tuple[float, int]] = field(default_factory=list)
+    phases: dict[str, float] = field(default_factory=dict)
+    lengths: list[int] = field(default_factory=list)
+    tried: list[int] = field(default_factory=list)
+    accepted: list[int] = field(default_factory=list)
+    reward: float = 0.0
+    release: int = 0
+    trainer_cpu_seconds: float = 0.0
+
+
+async def _rollouts(
+    http: str, prompts: Sequence[list[int]], workload: Workload
+) -> list[list[list[int]]]:
+    """Token ids of every completion, by prompt and sample."""
+    found: list[list[list[int]]] = [[] for _ in prompts]
+    # The samples of a prompt are not neighbours: they would end together.
+    left: Iterator[int] = iter([*range(len(prompts))] * workload.samples)
+    limits = httpx.Limits(max_connections=workload.in_flight)
+    async with httpx.AsyncClient(base_url=http, timeout=600, limits=limits) as client:
+
+        async def worker() -> None:
+            for number in left:
+                body = {
+                    "model": "policy",
+                    "prompt": prompts[number],
+                    "max_tokens": Tasks.max_tokens,
+                    "temperature": 1.0,
+                    "return_token_ids": True,
+                }
+                answer = await client.post("/v1/completions", json=body)
+                answer.raise_for_status()
+                found[number].append(list(answer.json()["choices"][0]["token_ids"]))
+
+        await asyncio.gather(*(worker() for _ in range(workload.in_flight)))
+    return found
+
+
+def run(
+    name: str, workload: Workload, steps: int, seed: int, folder: Path, cores: Sequence[int]
+) -> Run:
+    """One run of ``RUNS`` with processes of its own."""
+    arm, place = RUNS[name]
     folder.mkdir(parents=True)
+    loop_cores = cores if place == SHARED else cores[:1]
+    os.sched_setaffinity(0, loop_cores)
+    torch.set_num_threads(len(loop_cores))
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_pretrained(
-        ARITHMETIC / "policy", dtype=torch.float32, attn_implementation="eager"
+    start = policy()
+    model = AutoModelForCausalLM.from_pretrained(start, dtype=torch.bfloat16)
+    optimizer = MasterAdamW(model, LEARNING_RATE)
+    tasks = Tasks(AutoTokenizer.from_pretrained(start), seed)
+    sizes = ("--max-model-len", "512", "--max-num-seqs", "32")
+    drafting = ("--draft-kind", "none") if arm == NONE else ("--speculation", "auto")
+    server = RolloutServer(
+        *(folder / "rollout-server.log", *sizes, *drafting),
+        policy=start,
+        draft=None if arm == NONE else DRAFT,
+        # vLLM's own choice leaves a core idle for the API server.
+        env={"VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, loop_cores))},
     )
-    draft = None if arm == NONE else ARITHMETIC / "draft"
-    given = ("--draft-kind", "none") if arm == NONE else ("--speculation", "auto")
-    at_start: list[CoreSeconds] = []
+    found = Run()
     with ExitStack() as stack:
-        server = RolloutServer(folder / "rollout-server.log", *given, draft=draft)
         stack.enter_context(server)
-        trainer, bridge = None, None
+        bridge = trainer = None
         if arm in (ALWAYS, PAYS):
-            trainer = stack.enter_context(_trainer(folder, arm, server.control))
-            config = BridgeConfig(trainer.health, f"{name}-{seed}", (server.control,))
+            settings = {
+                "draft": {"policy": str(start)},
+                "training": {"compute_dtype": "bfloat16", "ttt_steps": DRAFT_LENGTH, "seed": seed},
+                "publish": {"num_speculative_tokens": DRAFT_LENGTH},
+                "economy": {"mode": arm},
+            }
+            trainer = draft_trainer(folder, server.control, settings, draft=DRAFT)
+            # A child has the cores of the thread that starts it.
+            os.sched_setaffinity(0, cores if place == SHARED else cores[1:])
+            stack.enter_context(Services(trainer))
+            os.sched_setaffinity(0, loop_cores)
+            trainer.wait_ready(READY_TIMEOUT)
+            config = BridgeConfig(
+                trainer.health, folder.name, (server.control,), states_dtype="bfloat16"
+            )
             bridge = stack.enter_context(PolicyBridge(model, config))
             bridge.wait_connected(CALL_SECONDS)
 
@@ -118,129 +195,184 @@ def run_arm(name: str, arm: str, workload: Workload, seed: int, folder: Path) ->
             server.stage("policy", f"policy-{version}", version, policy_tensors(model, "bfloat16"))
             server.commit(f"policy-{version}")
 
-        def begun() -> None:
-            at_start.append(_cores(trainer))
-
-        found = asdict(train(model, workload, seed, server.http, push, bridge, begun))
+        push(0)
+        for version in range(steps):
+            began = time.perf_counter()
+            tokens = _step(model, optimizer, tasks, workload, server.http, bridge, found)
+            with timed(found.phases, "sync"):
+                push(version + 1)
+            found.steps.append((time.perf_counter() - began, tokens))
+        counters = [*server.counters().values()]
+        found.tried = _sums(version.tried_per_position for version in counters)
+        found.accepted = _sums(version.accepted_per_position for version in counters)
+        found.release = server.state().draft_version
         if trainer is not None:
-            cores = _cores(trainer)
-            found["trainer_cpu_seconds"] = cores.ran - at_start[0].ran
-            found["trainer_took_seconds"] = cores.taken_since(at_start[0])
-            found["releases"] = _releases(trainer.health)
+            found.trainer_cpu_seconds = trainer.usage()[0]
     return found
 
 
-def _cores(trainer: Service | None) -> CoreSeconds:
-    found = core_seconds(trainer.pid) if trainer else None
-    return found or CoreSeconds(0.0, 0.0)
+def _sums(counts: Iterable[Sequence[int]]) -> list[int]:
+    return [sum(place) for place in zip_longest(*counts, fillvalue=0)]
 
 
-def _releases(address: str) -> int:
-    """The newest release of a trainer."""
-    with open_channel(address) as channel:
-        stub = pb_grpc.DraftTrainerStub(channel)
-        status = stub.GetStatus(pb.GetStatusRequest(), timeout=CALL_SECONDS)
-    return int(status.newest_release)
+def _step(
+    model: Any,
+    optimizer: MasterAdamW,
+    tasks: Tasks,
+    workload: Workload,
+    http: str,
+    bridge: PolicyBridge | None,
+    found: Run,
+) -> int:
+    """One GRPO step up to its update; the tokens that it generated."""
+    problems = [tasks.problem() for _ in range(workload.prompts)]
+    prompts = [tasks.prompt_ids(problem) for problem in problems]
+    with timed(found.phases, "generation"):
+        completions = asyncio.run(_rollouts(http, prompts, workload))
+    rows = [
+        (prompt, row, tasks.score(problem, row).reward)
+        for problem, prompt, rows in zip(problems, prompts, completions, strict=True)
+        for row in rows
+    ]
+    rewards = torch.tensor([reward for _, _, reward in rows])
+    advantages = group_advantages(rewards, workload.samples)
+    # A pass is as wide as its longest sequence.
+    order = sorted(range(len(rows)), key=lambda row: len(rows[row][0]) + len(rows[row][1]))
+    batch = pad_batch(
+        [rows[row][0] for row in order],
+        [rows[row][1] for row in order],
+        advantages[order],
+        tasks.pad_id,
+    )
+    capture: Any = bridge.capture() if bridge else nullcontext()
+    with timed(found.phases, "log_prob"), capture as captured:
+        old = old_log_probs(model, batch, ROWS, captured)
+    with timed(found.phases, "update"):
+        update(model, optimizer, replace(batch, old_log_probs=old), micro_batch=ROWS)
+    lengths = [len(row) for _, row, _ in rows]
+    found.lengths += lengths
+    found.reward = float(rewards.mean())
+    return sum(lengths)
 
 
-def measure(
-    name: str, workload: Workload, arms: Sequence[str], rounds: int, folder: Path
-) -> dict[str, list[dict[str, Any]]]:
-    """Every arm's runs, one a round; the arms of a round have its number as their seed."""
-    number = [0]
-
-    def contestant(arm: str) -> dict[str, Any]:
-        say(f"{name}, round {number[0] + 1}, {arm}")
-        found = run_arm(name, arm, workload, number[0], folder / f"{name}-{number[0]}-{arm}")
-        phases = ", ".join(f"{n} {s:.1f}" for n, s in found["phases"].items())
-        say(f"  {found['seconds']:.1f} s: {phases}; ornate lines {found['ornate']:.2f}")
-        return found
-
-    def after(done: int) -> None:
-        number[0] = done
-
-    return interleaved({arm: partial(contestant, arm) for arm in arms}, rounds, after_round=after)
+def speeds(runs: Sequence[dict[str, Any]]) -> list[float]:
+    """Tokens a second of each step: the geometric mean over the rounds."""
+    by_step = zip(*(run["steps"] for run in runs), strict=True)
+    return [statistics.geometric_mean(n / s for s, n in step) for step in by_step]
 
 
 def targets_of(name: str, found: dict[str, list[dict[str, Any]]]) -> list[Target]:
-    """Return the targets of a workload's runs: ratios of wall time within a round."""
-    if set(ARMS) - set(found):
-        return []
-    seconds = {arm: [run["seconds"] for run in runs] for arm, runs in found.items()}
-
-    def over(arm: str) -> float:
-        return statistics.median(ratios(seconds[arm], seconds[PAYS]))
-
-    # The best arm of all rounds: the least of each round would be an arm that nobody can choose.
-    best = min((NONE, FROZEN, ALWAYS), key=lambda arm: statistics.median(seconds[arm]))
-    targets = [Target.at_most(f"{name}: when-it-pays / {best}, the best", 1 / over(best), 1.02)]
-    if name == "tail":
-        targets.append(Target.at_least(f"{name}: speed, when-it-pays / none", over(NONE), 1.25))
-        targets.append(Target.at_least(f"{name}: speed, when-it-pays / frozen", over(FROZEN), 1.1))
-    if name == "still":
-        cpu = {a: [run["trainer_cpu_seconds"] for run in found[a]] for a in (ALWAYS, PAYS)}
-        share = statistics.median(ratios(cpu[PAYS], cpu[ALWAYS]))
-        targets.append(Target.at_most(f"{name}: trainer's CPU, share of always", share, 0.03))
+    """Return how the runs of a workload compare; a claim is made of when-it-pays alone."""
+    targets = []
+    for ours, other in COMPARED:
+        if not (found.get(ours) and found.get(other)):
+            continue
+        both = [
+            speeds(found[one][: min(len(found[ours]), len(found[other]))]) for one in (ours, other)
+        ]
+        pairs = [a / b for a, b in zip(*both, strict=True)]
+        least = 0.98 if ours.startswith(PAYS) else 0.0
+        targets.append(Target.of_ratios(f"{name}: {ours} / {other}", pairs, least))
     return targets
 
 
-def rows_of(name: str, found: dict[str, list[dict[str, Any]]]) -> list[list[str]]:
-    """Return the rows of the printed table, one for each arm."""
+def _rates(runs: Sequence[dict[str, Any]]) -> list[float]:
+    """Share of the drafted tokens of each position that were accepted."""
+    tried, accepted = (_sums(run[which] for run in runs) for which in ("tried", "accepted"))
+    return [a / t for a, t in zip(accepted, tried, strict=True) if t]
+
+
+def on_a_gpu(found: dict[str, list[dict[str, Any]]]) -> list[list[str]]:
+    """Rows of what the measured acceptance would give: speed over no drafts, computed.
+
+    The lengths are of all completions, the best draft length of each batch size is taken.
+    """
+    lengths = [n for runs in found.values() for run in runs for n in run["lengths"]]
+    random.Random(0).shuffle(lengths)
     rows = []
-    for arm, runs in found.items():
-        generation = [run["phases"]["generation"] for run in runs]
-        seconds = [run["seconds"] for run in runs]
-        plain = [run["seconds"] for run in found.get(NONE, runs)]
-        cpu = [run.get("trainer_cpu_seconds", 0.0) for run in runs]
-        rows.append(
-            [
-                f"{name}, {arm}",
-                spread_text(seconds, 1),
-                spread_text(ratios(plain, seconds)),
-                f"{statistics.median(ratios(generation, seconds)):.2f}",
-                f"{statistics.median(generation):.1f}",
-                f"{statistics.median(cpu):.1f}",
-                f"{statistics.median(run.get('trainer_took_seconds', 0.0) for run in runs):.1f}",
-                str(runs[-1].get("releases", "")),
-            ]
-        )
+    for name, runs in found.items():
+        rates = _rates(runs)
+        if not rates:
+            continue
+        row = [name, f"{1 + sum(rates):.2f}"]
+        for model in GPU_POLICIES:
+            costs = table_of(read_rows(), model)
+
+            def seconds(choose: Any, costs: Any = costs, rates: Any = rates) -> float:
+                return generate(costs, rates, lengths, choose, GPU_REQUESTS).seconds
+
+            drafted = seconds(lambda n, costs=costs, rates=rates: best_length(costs, rates, n))
+            row.append(f"{seconds(lambda n: OFF) / drafted:.2f}")
+        rows.append(row)
     return rows
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run every workload, print, write."""
     parser = options("net_benefit", (__doc__ or "").split("\n\n")[1])
-    parser.add_argument("--rounds", type=int, default=1, help="of each workload")
+    parser.add_argument("--rounds", type=int, default=2, help="of each run; a round's seed is one")
+    parser.add_argument("--steps", type=int, default=8, help="of each run, 2 to 10")
     parser.add_argument("--workload", nargs="+", choices=[*WORKLOADS], default=[*WORKLOADS])
-    parser.add_argument("--arms", nargs="+", choices=ARMS, default=[*ARMS])
+    parser.add_argument("--runs", nargs="+", choices=[*RUNS], default=[*RUNS], metavar="RUN")
     parsed = parser.parse_args(argv)
+    cores = sorted(os.sched_getaffinity(0))[:2]
+    if len(cores) < 2:
+        parser.error("found one core, expected two: the trainer and the loop have one each")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    torch.set_num_threads(1)
     end_on_sigterm()
-    figures: dict[str, Any] = {"rounds": parsed.rounds, "workloads": {}}
-    targets, rows = [], []
+    check()
+    figures: dict[str, Any] = {"steps": parsed.steps, "workloads": {}}
+    if parsed.json is not None and parsed.json.exists():
+        # A run takes minutes: what was measured is not measured again.
+        figures = {**figures, "workloads": json.loads(parsed.json.read_text())["workloads"]}
+    targets: list[Target] = []
     with tempfile.TemporaryDirectory() as temporary:
-        for name in parsed.workload:
-            workload = WORKLOADS[name]
-            found = measure(name, workload, parsed.arms, parsed.rounds, Path(temporary))
-            figures["workloads"][name] = asdict(workload) | {
-                "runs": found,
-                "seconds": {a: spread([r["seconds"] for r in runs]) for a, runs in found.items()},
-            }
-            targets += targets_of(name, found)
-            rows += rows_of(name, found)
-            write(parsed.json, figures, targets)
-    columns = [
-        "",
-        "s of the run",
-        "speed / none",
-        "generation",
-        "s of it",
-        "trainer CPU s",
-        "drafts",
-    ]
-    print(table("Whole GRPO runs, median (min .. max)", columns, rows))
+        for number in range(parsed.rounds):
+            for name in parsed.workload:
+                workload = WORKLOADS[name]
+                cell = figures["workloads"].setdefault(name, asdict(workload) | {"runs": {}})
+                for one in random.Random(number).sample(parsed.runs, len(parsed.runs)):
+                    measured = cell["runs"].setdefault(one, [])
+                    if len(measured) > number:
+                        continue
+                    folder = Path(temporary) / f"{name}-{number}-{len(measured)}-{one}".replace(
+                        ", ", "-"
+                    ).replace(" ", "-")
+                    taken = run(one, workload, parsed.steps, number, folder, cores)
+                    measured.append(asdict(taken))
+                    phases = ", ".join(f"{what} {s:.0f}" for what, s in taken.phases.items())
+                    say(f"{name}, round {number + 1}, {one}: {phases} s")
+                    targets = [
+                        target
+                        for what, known in figures["workloads"].items()
+                        for target in targets_of(what, known["runs"])
+                    ]
+                    write(parsed.json, figures, targets)
+    for name, cell in figures["workloads"].items():
+        print(_table(name, cell["runs"]))
+        title = f"{name}: on an A100, computed: generation over no drafts, {GPU_REQUESTS} at once"
+        print(table(title, ["acceptance of", "length", *GPU_POLICIES], on_a_gpu(cell["runs"])))
     return finish(parsed.json, figures, targets)
+
+
+def _table(name: str, found: dict[str, list[dict[str, Any]]]) -> str:
+    rows = []
+    for one, runs in found.items():
+        seconds = sum(s for run in runs for s, _ in run["steps"])
+        generation = sum(run["phases"]["generation"] for run in runs)
+        rows.append(
+            [
+                one,
+                f"{statistics.geometric_mean(speeds(runs)):.1f}",
+                f"{seconds / len(runs):.0f}",
+                f"{generation / seconds:.2f}",
+                f"{1 + sum(_rates(runs)):.2f}" if _rates(runs) else "",
+                "/".join(str(run["release"]) for run in runs),
+                f"{statistics.fmean(run['trainer_cpu_seconds'] for run in runs):.0f}",
+            ]
+        )
+    columns = ["", "tokens/s", "s", "generation", "length", "release", "trainer CPU s"]
+    return table(f"{name}: whole runs", columns, rows)
 
 
 if __name__ == "__main__":
