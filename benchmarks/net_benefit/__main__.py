@@ -40,7 +40,13 @@ from benchmarks.plan_published.rules import table_of
 from examples.arithmetic_grpo.grpo import group_advantages, old_log_probs, pad_batch, update
 from examples.arithmetic_grpo.loop import timed
 from examples.arithmetic_grpo.processes import Services
-from examples.local_services import DRAFT_LENGTH, READY_TIMEOUT, RolloutServer, draft_trainer
+from examples.local_services import (
+    DRAFT_LENGTH,
+    READY_TIMEOUT,
+    RolloutServer,
+    Settings,
+    draft_trainer,
+)
 from examples.smollm_grpo.masters import MasterAdamW
 from examples.smollm_grpo.model import check, policy
 from examples.smollm_grpo.run import HERE
@@ -169,7 +175,7 @@ def run(
         stack.enter_context(server)
         bridge = trainer = None
         if arm in (ALWAYS, PAYS):
-            settings = {
+            settings: Settings = {
                 "draft": {"policy": str(start)},
                 "training": {"compute_dtype": "bfloat16", "ttt_steps": DRAFT_LENGTH, "seed": seed},
                 "publish": {"num_speculative_tokens": DRAFT_LENGTH},
