@@ -68,7 +68,7 @@ def test_next_batch_is_collated_while_one_trains(
     assert taken[:9] == [False] * 2 + [True] * 6 + [False]
 
 
-def test_losses_and_draws_are_those_of_a_trainer_that_does_not_look_ahead(tmp_path: Path) -> None:
+def test_losses_and_draws_are_those_without_a_look_ahead(tmp_path: Path) -> None:
     def trained(folder: Path, ahead: bool) -> tuple[list[tuple[str, list[str]]], int]:
         folder.mkdir()
         steps: list[tuple[str, list[str]]] = []

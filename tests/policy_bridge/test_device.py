@@ -190,7 +190,7 @@ def test_host_ahead_of_its_device_sheds_nothing(side: Copier, known: bool, windo
     assert len(windows.samples) == 16
 
 
-def test_states_kept_by_the_window_before_count_until_it_has_chosen(side: Copier) -> None:
+def test_states_kept_by_a_window_count_until_it_has_chosen(side: Copier) -> None:
     model, data = tiny_qwen3().eval(), batch((ROW,) * 4)
     windows = Windows(model)
     with windows.open(copier=side, device_bytes=4 * STATES) as before:

@@ -74,7 +74,7 @@ def test_gradients_bit_identical_with_capture_on_and_off(
 
 
 @pytest.mark.parametrize("policy", [*TRAINED, "mixtral", "compiled-around"])
-def test_state_after_the_last_layer_is_the_input_of_the_final_norm(policy: str) -> None:
+def test_state_after_last_layer_is_input_of_final_norm(policy: str) -> None:
     """Bit for bit, with the policy's gradients as they are without a window."""
     data, model, seen = batch((9, 5, 12)), POLICIES[policy](), list[torch.Tensor]()
     plain = gradients(model, data, None)

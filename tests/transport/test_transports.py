@@ -143,9 +143,7 @@ def test_file_truncated_between_samples_loses_none(trainer: Trainer, memory: Pat
     assert client.status().samples_refused == 0
 
 
-def test_outbox_that_grows_has_a_larger_file_with_the_next_stream(
-    trainer: Trainer, memory: Path
-) -> None:
+def test_grown_outbox_has_larger_file_with_next_stream(trainer: Trainer, memory: Path) -> None:
     server, _ = trainer
     sent = samples(40, seed=4)
     with sending(server.address, shared_memory=str(memory), outbox_bytes=1 << 20) as sender:
