@@ -37,7 +37,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from benchmarks.harness import Target, end_on_sigterm, finish, options, say, table, write
 from benchmarks.plan_published.__main__ import read_rows
 from benchmarks.plan_published.rules import table_of
-from examples.arithmetic_grpo.grpo import group_advantages, old_log_probs, pad_batch, update
+from examples.arithmetic_grpo.grpo import by_length, group_advantages, old_log_probs, update
 from examples.arithmetic_grpo.loop import timed
 from examples.arithmetic_grpo.processes import Services
 from examples.local_services import (
@@ -242,13 +242,8 @@ def _step(
     ]
     rewards = torch.tensor([reward for _, _, reward in rows])
     advantages = group_advantages(rewards, workload.samples)
-    # A pass is as wide as its longest sequence.
-    order = sorted(range(len(rows)), key=lambda row: len(rows[row][0]) + len(rows[row][1]))
-    batch = pad_batch(
-        [rows[row][0] for row in order],
-        [rows[row][1] for row in order],
-        advantages[order],
-        tasks.pad_id,
+    batch, _ = by_length(
+        [prompt for prompt, _, _ in rows], [row for _, row, _ in rows], advantages, tasks.pad_id
     )
     capture: Any = bridge.capture() if bridge else nullcontext()
     with timed(found.phases, "log_prob"), capture as captured:
@@ -267,8 +262,8 @@ def speeds(runs: Sequence[dict[str, Any]]) -> list[float]:
     return [statistics.geometric_mean(n / s for s, n in step) for step in by_step]
 
 
-def targets_of(name: str, found: dict[str, list[dict[str, Any]]]) -> list[Target]:
-    """Return how the runs of a workload compare; a claim is made of when-it-pays alone."""
+def compared(name: str, found: dict[str, list[dict[str, Any]]]) -> list[Target]:
+    """Return how fast the runs of a workload are over others; when-it-pays alone has a bound."""
     targets = []
     for ours, other in COMPARED:
         if not (found.get(ours) and found.get(other)):
@@ -351,11 +346,14 @@ def main(argv: Sequence[str] | None = None) -> int:
                     targets = [
                         target
                         for what, known in figures["workloads"].items()
-                        for target in targets_of(what, known["runs"])
+                        for target in compared(what, known["runs"])
+                        if target.bound
                     ]
                     write(parsed.json, figures, targets)
     for name, cell in figures["workloads"].items():
         print(_table(name, cell["runs"]))
+        over = [[target.name, target.text] for target in compared(name, cell["runs"])]
+        print(table(f"{name}: speed over another run's", ["", "ratio"], over))
         title = f"{name}: on an A100, computed: generation over no drafts, {GPU_REQUESTS} at once"
         print(table(title, ["acceptance of", "length", *GPU_POLICIES], on_a_gpu(cell["runs"])))
     return finish(parsed.json, figures, targets)

@@ -19,7 +19,7 @@ import torch
 from transformers import PreTrainedModel
 
 from examples.arithmetic_grpo import task as arithmetic
-from examples.arithmetic_grpo.grpo import GrpoBatch, group_advantages, pad_batch, update
+from examples.arithmetic_grpo.grpo import GrpoBatch, by_length, group_advantages, update
 from examples.arithmetic_grpo.records import (
     ADAPTED,
     ARMS,
@@ -281,14 +281,7 @@ class GrpoLoop:
                     rows.append(completion)
         rewards = torch.tensor([scored.reward for scored in scores])
         advantages = group_advantages(rewards, self._settings.group_size)
-        # A micro-batch is as wide as its longest sequence: of the update's time a sixth.
-        order = sorted(range(len(rows)), key=lambda row: len(rows_prompts[row]) + len(rows[row]))
-        batch = pad_batch(
-            [rows_prompts[row] for row in order],
-            [rows[row] for row in order],
-            advantages[order],
-            self._task.pad_id,
-        )
+        batch, order = by_length(rows_prompts, rows, advantages, self._task.pad_id)
         return [scores[row] for row in order], [arms[row] for row in order], batch
 
     @torch.no_grad()
