@@ -53,6 +53,12 @@ class Expected:
     aux_layer_ids: tuple[int, ...]
     max_tokens: int
 
+    @property
+    def longest(self) -> Layout:
+        """The layout of the longest sample in bfloat16."""
+        layers = len(self.aux_layer_ids)
+        return layout_of(self.max_tokens, layers, self.hidden_size, torch.bfloat16)
+
 
 def check_sample_id(sample_id: str) -> None:
     """Raise RefusedError for an empty or overlong id."""

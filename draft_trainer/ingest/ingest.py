@@ -30,7 +30,7 @@ from draft_trainer.ingest.run import Run
 from draft_trainer.ingest.store import SampleStore
 from draft_trainer.ingest.teacher import TeacherCheck
 from slipstream.errors import RefusedError
-from slipstream.sample import Layout, Sample, layout_of
+from slipstream.sample import Layout, Sample
 from slipstream.shm import HEADER_BYTES, SharedFile
 from slipstream.tensors import Bytes, checksum_of
 from slipstream.v1 import draft_trainer_pb2 as pb
@@ -108,10 +108,8 @@ class Ingest:
         self.expected = expected
         self._wanted = wanted
         self._longest = 0
-        # Of the last sample; before the first, of the longest in bfloat16.
-        layers = len(expected.aux_layer_ids)
-        self._layout = layout_of(expected.max_tokens, layers, expected.hidden_size, torch.bfloat16)
-        self._longest_bytes = self._layout.nbytes
+        # Of the last sample; before the first, of the longest.
+        self._layout = expected.longest
         self._store = store
         self.counters = counters
         self._teacher = teacher
@@ -134,7 +132,9 @@ class Ingest:
         They suffice for a sample even if the store has no room for one now: a stream keeps its
         credit, and a sample without room is refused by name.
         """
-        return min(most, max(self._store.credit_bytes(), self._longest_bytes + _LEAST_CREDIT))
+        return min(
+            most, max(self._store.credit_bytes(), self.expected.longest.nbytes + _LEAST_CREDIT)
+        )
 
     def open_file(self, header: pb.StreamHeader) -> tuple[SharedFile | None, str]:
         """Open the client's file of a stream, or return None and why blocks come inline.

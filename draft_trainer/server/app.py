@@ -56,7 +56,7 @@ from draft_trainer.training.training_state import LearnerStates, head_facts
 from slipstream.client import MAX_MESSAGE_BYTES
 from slipstream.errors import RefusedError
 from slipstream.metrics import code_version
-from slipstream.sample import layout_of
+from slipstream.sample import Layout
 from slipstream.serving.limits import Guard, Limit
 from slipstream.serving.server import GrpcServer, LoopThread, Workers
 from slipstream.shm import remove_stale
@@ -125,11 +125,7 @@ class TrainerServer:
             aux_layer_ids=draft.aux_layer_ids,
             max_tokens=_max_tokens(config, head),
         )
-        largest = layout_of(
-            *(expected.max_tokens, len(draft.aux_layer_ids), draft.target_hidden_size),
-            torch.bfloat16,
-        ).nbytes
-        _check_capacity(config, expected.max_tokens, largest)
+        _check_capacity(config, expected.longest)
         self._open_samples(economy)
         states = LearnerStates(
             config.draft.registry,
@@ -224,7 +220,7 @@ class TrainerServer:
             self.status,
             self._workers,
             config.server.receive_window_bytes
-            or max(MAX_MESSAGE_BYTES, largest + _MESSAGE_OVERHEAD),
+            or max(MAX_MESSAGE_BYTES, expected.longest.nbytes + _MESSAGE_OVERHEAD),
         )
         self._listen()
 
@@ -385,9 +381,9 @@ def _max_tokens(config: TrainerConfig, head: Draft) -> int:
     return max(3, longest)
 
 
-def _check_capacity(config: TrainerConfig, tokens: int, nbytes: int) -> None:
+def _check_capacity(config: TrainerConfig, longest: Layout) -> None:
     """Refuse a replay buffer in which one of the longest samples has no room beside another."""
-    least = 2 * nbytes
+    least, tokens = 2 * longest.nbytes, longest.tokens
     if config.replay.capacity_bytes < least:
         raise RefusedError(
             "replay.capacity_bytes",

@@ -133,8 +133,8 @@ def _explicit(document: Document) -> Document:
     """Write out what vLLM makes of a class's name, a missing rotary base and tied embeddings.
 
     SafeAILab's trainer names the policy's class and leaves the base out, NeMo AutoModel names its
-    own. vLLM loads a draft's
-    lm_head whatever the file says of tying, and would tie it where it equals the embeddings.
+    own. vLLM loads a draft's lm_head whatever the file says of tying, and would tie it where it
+    equals the embeddings.
     """
     names = [name for known in ARCHITECTURES.values() for name in known]
     given = document["architectures"] or ()
