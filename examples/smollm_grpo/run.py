@@ -6,7 +6,7 @@ prints a live table, keeps its state after every step, and goes on where it was 
 seed leaves ``report.html``, ``acceptance.png`` and ``summary.json``.
 
 vLLM drafts three tokens for every request (``--speculation fixed``): on a CPU, ``auto`` would draft
-nothing for the 32 requests of a step, and there would be no acceptance to compare.
+nothing for the 16 requests of an arm, and there would be no acceptance to compare.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from examples.arithmetic_grpo.records import (
 )
 from examples.arithmetic_grpo.report import write_report
 from examples.arithmetic_grpo.rollouts import RolloutClient
-from examples.figures import Target, target_table
+from examples.figures import finish
 from examples.local_services import (
     DRAFT_LENGTH,
     READY_TIMEOUT,
@@ -56,6 +56,7 @@ from examples.smollm_grpo.summary import (
     greedy_differences,
     record_from,
     targets_of,
+    targets_over,
     verdicts_of,
     write_summary,
 )
@@ -98,13 +99,9 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(f"\ninterrupted; the same command goes on. Logs: {directory}", file=sys.stderr)
         return 130
-    targets = [
-        Target(**{**target, "name": f"{target['name']}, seed {seed}"})
-        for seed, document in documents.items()
-        for target in document["targets"]
-    ]
-    print("\n" + target_table(targets))
-    return 1 if any(target.ok is False for target in targets) else 0
+    targets = targets_over(documents)
+    figures = {f"seed {seed}": document["figures"] for seed, document in documents.items()}
+    return finish(options.json, figures, targets)
 
 
 class _Run:
@@ -269,6 +266,7 @@ def _verdict(verdict: release_pb.Verdict, policy_version: int) -> dict[str, Any]
         "candidate": verdict.gate.candidate_acceptance_length,
         "incumbent": verdict.gate.incumbent_acceptance_length,
         "half_width": verdict.gate.difference_half_width,
+        "per_position": list(verdict.gate.candidate_acceptance_per_position),
         "prompts": verdict.gate.prompts,
     }
 
@@ -291,6 +289,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--out", type=Path, default=Path("runs/real"), help="folder; an unfinished run goes on"
     )
+    parser.add_argument("--json", type=Path, help="also write all seeds' figures here")
     options = parser.parse_args(argv)
     if not (options.draft / "config.json").exists():
         parser.error(f"--draft: {options.draft} holds no config.json")

@@ -7,6 +7,7 @@ import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ from examples.arithmetic_grpo.summary import (
     surprise_against_off,
 )
 from examples.figures import Target, machine
+from examples.local_services import DRAFT_LENGTH
 
 GATE_VERSIONS = 4
 """Policy versions from a release's first on in which counters stand beside the gate's estimate: as
@@ -106,11 +108,12 @@ def verdicts_of(run: RunRecord) -> list[dict[str, Any]]:
     return list(found)
 
 
-def gate_against_counters(run: RunRecord) -> list[dict[str, float]]:
+def gate_against_counters(run: RunRecord) -> list[dict[str, Any]]:
     """The gate's estimate of each release that went live, beside vLLM's counters.
 
     ``error`` is estimate over counters, less 1; ``half_width`` that of its 95 % interval from the
-    counts alone, as though drafts were independent: the least that the error is uncertain by.
+    counts alone, as though drafts were independent: the least that the error is uncertain by. By
+    position, ``gate_per_position`` and ``counters_per_position`` are shares of ``drafts``.
     """
     found = []
     for verdict in verdicts_of(run):
@@ -131,6 +134,9 @@ def gate_against_counters(run: RunRecord) -> list[dict[str, float]]:
                 "counters": 1 + accepted,
                 "error": verdict["candidate"] / (1 + accepted) - 1,
                 "half_width": 1.96 * deviation / (1 + accepted),
+                "gate_per_position": verdict["per_position"],
+                "counters_per_position": list(shares),
+                "drafts": drafts,
             }
         )
     return found
@@ -183,11 +189,7 @@ def targets_of(run: RunRecord) -> list[Target]:
         if name != "start":
             name = f"adapted acceptance length over frozen, {name}"
             targets.append(Target.within(name, figures["ratio"], 1.0))
-    # Too few drafts of a release say neither that the estimate is right nor that it is wrong.
-    decided = [one for one in gate_against_counters(run) if one["half_width"] <= 0.03]
-    if within := [abs(one["error"]) <= 0.03 for one in decided]:
-        name = f"share of {len(within)} releases whose gate estimate is within 3 % of the counters"
-        targets.append(Target.at_least(name, statistics.fmean(within), 0.9))
+    targets += _gate_target(gate_against_counters(run), "of this run")
     for arm in ARMS:
         if arm != OFF:
             name = f"losslessness: |z| of {arm} against no speculation"
@@ -198,6 +200,44 @@ def targets_of(run: RunRecord) -> list[Target]:
         targets.append(Target.at_most(name, figures["gap"], NEAR_TIE))
     failed = sum(arm.failed for step in run.steps for arm in step.arms.values())
     return [*targets, Target.at_most("failed requests", failed, 0)]
+
+
+def targets_over(documents: Mapping[int, Mapping[str, Any]]) -> list[Target]:
+    """Return the targets of each seed's summary, and those of all seeds where there are several.
+
+    The mean ratio of all seeds has an interval by Student's t over the seeds: of acceptance
+    lengths, and of the gate's shares of accepted drafts over those of the counters.
+    """
+    targets = [
+        Target(**{**target, "name": f"{target['name']}, seed {seed}"})
+        for seed, document in documents.items()
+        for target in document["targets"]
+    ]
+    if len(documents) > 1:
+        figures = [document["figures"] for document in documents.values()]
+        seeds = f"{len(documents)} seeds"
+        for part in ("moving part", "end"):
+            ratios = [one["acceptance_length"][part]["ratio"][0] for one in figures]
+            name = f"adapted acceptance length over frozen, {part}, {seeds}"
+            targets.append(Target.of_ratios(name, ratios, 1.0))
+        gates = [one["gate_against_counters"] for one in figures]
+        targets += _gate_target(list(chain.from_iterable(gates)), seeds)
+        for place in range(DRAFT_LENGTH) if all(gates) else ():
+            ratios = [_share(one, "gate", place) / _share(one, "counters", place) for one in gates]
+            name = f"gate's share of accepted drafts over the counters', position {place}, {seeds}"
+            targets.append(Target.of_ratios(name, ratios, 0.97, 1.03))
+    return targets
+
+
+def _share(releases: Sequence[Mapping[str, Any]], of: str, place: int) -> float:
+    return math.fsum(one["drafts"] * one[f"{of}_per_position"][place] for one in releases)
+
+
+def _gate_target(releases: Sequence[Mapping[str, Any]], of: str) -> list[Target]:
+    # Too few drafts of a release say neither that the estimate is right nor that it is wrong.
+    decided = [abs(one["error"]) <= 0.03 for one in releases if one["half_width"] <= 0.03]
+    name = f"share of {len(decided)} releases whose gate estimate is within 3 % of the counters"
+    return [Target.at_least(f"{name}, {of}", statistics.fmean(decided), 0.9)] if decided else []
 
 
 def write_summary(run: RunRecord, path: Path) -> None:

@@ -9,6 +9,7 @@ import importlib.util
 import json
 import math
 import random
+import statistics
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -179,7 +180,13 @@ def step(index: int, accepted: int) -> StepRecord:
 
 @pytest.fixture
 def run() -> RunRecord:
-    verdict = {"outcome": "passed", "draft_version": 1, "candidate": 2.31, "judged_at": 1.0}
+    verdict = {
+        "outcome": "passed",
+        "draft_version": 1,
+        "candidate": 2.31,
+        "judged_at": 1.0,
+        "per_position": [0.66, 0.4, 0.25],
+    }
     dropped = {**verdict, "outcome": "failed", "draft_version": None}
     return RunRecord(
         {"steps": "6"},
@@ -204,6 +211,24 @@ def test_gate_stands_beside_counters_of_first_versions(run: RunRecord) -> None:
     assert one["error"] == pytest.approx(0.05)
     # Accepted tokens of a draft are 0 to 3, with tails 0.6, 0.4 and 0.2: variance 1.36; 300 drafts.
     assert one["half_width"] == pytest.approx(1.96 * math.sqrt(1.36 / 300) / 2.2)
+
+
+def test_targets_of_seeds_have_intervals_over_seeds(run: RunRecord, tmp_path: Path) -> None:
+    documents = {}
+    for seed, accepted in enumerate((120, 120, 138)):
+        run.steps[3:] = [step(index, accepted) for index in range(3, 6)]
+        summary.write_summary(run, tmp_path / "summary.json")
+        documents[seed] = json.loads((tmp_path / "summary.json").read_text())
+    found = {target.name: target for target in summary.targets_over(documents)}
+    end = found["adapted acceptance length over frozen, end, 3 seeds"]
+    ends = [documents[seed]["figures"]["acceptance_length"]["end"]["ratio"][0] for seed in range(3)]
+    assert end.value == pytest.approx(statistics.geometric_mean(ends))
+    assert end.low is not None and end.low < min(ends) < ends[2] < (end.high or 0)
+    # The counters' shares are 60, 40 and 20 of 100, and in one seed 69, 46 and 23.
+    first = found["gate's share of accepted drafts over the counters', position 0, 3 seeds"]
+    assert first.value == pytest.approx((0.66 / 0.6) ** (2 / 3) * (0.66 / 0.69) ** (1 / 3))
+    assert first.ok is None
+    assert "greedy, frozen: 1 of 4 differ, logit gap, seed 2" in found
 
 
 def test_ratio_has_interval_over_steps(run: RunRecord) -> None:
