@@ -18,10 +18,10 @@ pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).resolve().parents[2]
 SECONDS = 600.0
-"""Of a command, and until a service is ready, at most."""
+"""The longest that a command takes, or a service until it is ready."""
 PORTS = ("8000", "50061", "50051", "9464")
 HEALTH = {"rollout-server": "50061", "draft-trainer": "50051"}
-"""Of ``PORTS``, where the health of a service is asked for."""
+"""The gRPC ports, where the health of a service is asked for."""
 ENVIRONMENT = {
     "PYTHONPATH": str(ROOT),
     "HF_HUB_OFFLINE": "1",
@@ -32,7 +32,7 @@ _BLOCK = re.compile(r"^```(sh|python|toml)\n(.*?)^```", re.MULTILINE | re.DOTALL
 
 
 class _Reader:
-    """Types the tutorial.
+    """A reader who types the tutorial.
 
     Args:
         stack: ends the services.
