@@ -48,7 +48,7 @@ from examples.local_services import (
     draft_trainer,
 )
 from examples.smollm_grpo.masters import MasterAdamW
-from examples.smollm_grpo.model import check, policy
+from examples.smollm_grpo.model import SERVED, check, policy
 from examples.smollm_grpo.run import HERE
 from examples.smollm_grpo.task import Tasks
 from policy_bridge import BridgeConfig, PolicyBridge
@@ -161,7 +161,7 @@ def run(
     model = AutoModelForCausalLM.from_pretrained(start, dtype=torch.bfloat16)
     optimizer = MasterAdamW(model, LEARNING_RATE)
     tasks = Tasks(AutoTokenizer.from_pretrained(start), seed)
-    sizes = ("--max-model-len", "512", "--max-num-seqs", "32")
+    sizes = (*SERVED, "--max-num-seqs", "32")
     drafting = ("--draft-kind", "none") if arm == NONE else ("--speculation", "auto")
     server = RolloutServer(
         *(folder / "rollout-server.log", *sizes, *drafting),

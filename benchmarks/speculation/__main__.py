@@ -43,7 +43,7 @@ from benchmarks.harness import (
 from draft_trainer.cli.plan import served_costs
 from examples.arithmetic_grpo.rollouts import SpecCounters
 from examples.local_services import RolloutServer
-from examples.smollm_grpo.model import check, policy
+from examples.smollm_grpo.model import SERVED, check, policy
 from examples.smollm_grpo.run import HERE
 from examples.smollm_grpo.task import Tasks
 from slipstream.economics.arithmetic import acceptance_length, speed_up
@@ -192,7 +192,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for name, given in ARMS.items():
             say(f"starting the server of arm {name}")
             draft = DRAFT if name in DRAFTED else None
-            sized = ("--max-num-seqs", str(max(BATCHES)), "--max-model-len", "512")
+            sized = (*SERVED, "--max-num-seqs", str(max(BATCHES)))
             server = RolloutServer(logs / f"{name}.log", *sized, *given, policy=folder, draft=draft)
             servers[name] = stack.enter_context(server)
         for version, kind in enumerate(parsed.drafts, 1):

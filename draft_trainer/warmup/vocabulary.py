@@ -22,8 +22,12 @@ MULTIPLE, MOST = 1024, 32_000
 """Number of which a draft vocabulary is a multiple, for kernels; and most tokens of one that is not
 asked for: drafting costs more with each."""
 
-COUNTED_TOKENS = 1 << 19
-"""Completion tokens of which the commonest are chosen."""
+COUNTED_TOKENS = 1 << 16, 1 << 19
+"""The fewest and the most completion tokens of which the commonest are chosen."""
+
+COUNTED_SHARE = 16
+"""Part of the warm-up that is read before it begins. Other rollouts than those have tokens that
+they lack: more of them for a text of many subjects, whose warm-up is longer."""
 
 FOLDS = 4
 
@@ -43,7 +47,7 @@ def new_draft(
         policy: its policy.
         reading: the rollouts; looked at only where the draft cannot propose every token.
         size: of the draft vocabulary; the smallest that covers ``COVERAGE`` if None.
-        most_tokens: completion tokens of the whole warm-up: no more are looked at.
+        most_tokens: completion tokens of the whole warm-up, every pass counted; None: not known.
         tell: says what is chosen.
         shape: see ``init_draft``.
 
@@ -55,8 +59,11 @@ def new_draft(
         size = vocab
     if size == vocab:
         return init_draft(policy, None, **shape)
-    tell("reading the first rollouts, whose commonest tokens are the draft vocabulary")
-    counted = min(COUNTED_TOKENS, most_tokens or COUNTED_TOKENS)
+    fewest, most = COUNTED_TOKENS
+    counted = most
+    if most_tokens is not None:
+        counted = min(most_tokens, max(fewest, min(most, most_tokens // COUNTED_SHARE)))
+    tell(f"reading {counted:,} completion tokens, whose commonest ones are the draft vocabulary")
     counts = count_tokens(reading.look(counted), vocab)
     size = size or smallest_size(counts)
     ids = choose_draft_vocabulary(counts.sum(0), size)

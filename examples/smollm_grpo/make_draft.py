@@ -41,7 +41,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="the draft")
     parser.add_argument("--policy", type=Path, help="checkpoint (default: with supervised start)")
     parser.add_argument("--tokens", type=int, default=1_000_000, help="to train on, passes counted")
-    parser.add_argument("--prompts", type=int, default=16_384, help="distinct ones")
+    parser.add_argument("--prompts", type=int, default=4096, help="distinct ones")
+    parser.add_argument("--samples", type=int, default=4, help="completions of each prompt")
     parser.add_argument("--draft-vocab", type=int, default=8192, help="tokens that it can propose")
     parser.add_argument("--seed", type=int, default=0, help="of prompts and draft")
     options = parser.parse_args()
@@ -58,12 +59,13 @@ def main() -> None:
         prompts.write_text("\n".join(lines) + "\n")
     config.write_text(CONFIG)
     log = work / "rollout-server.log"
-    sizes = ("--max-model-len", "512", "--max-num-seqs", "64")
-    with RolloutServer(log, "--draft-kind", "none", *sizes, policy=policy, draft=None) as server:
+    given = (*smollm.SERVED, "--max-num-seqs", "64", "--draft-kind", "none")
+    with RolloutServer(log, *given, policy=policy, draft=None) as server:
         run(
             *("warmup", "--policy", policy, "--prompts", prompts, "--endpoint", server.http),
             *("--model", "policy", "--max-tokens", Tasks.max_tokens, "--tokens", options.tokens),
-            *("--draft-vocab", options.draft_vocab, "--config", config, "--seed", options.seed),
+            *("--samples", options.samples, "--draft-vocab", options.draft_vocab),
+            *("--config", config, "--seed", options.seed),
             *("--out", options.out),
         )
 

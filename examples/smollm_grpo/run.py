@@ -129,9 +129,9 @@ class _Run:
         torch.manual_seed(self._seed)
         # States before they are needed: a file that does not fit is named before services start.
         kept = self._kept()
-        longest = ("--max-model-len", "512", "--max-num-seqs", "64")
+        given = (*smollm.SERVED, "--max-num-seqs", "64")
         server = RolloutServer(
-            directory / "rollout-server.log", *longest, policy=policy, draft=options.draft
+            directory / "rollout-server.log", *given, policy=policy, draft=options.draft
         )
         trainer = draft_trainer(
             directory, server.control, self._settings(policy), draft=options.draft
