@@ -59,10 +59,7 @@ def new_draft(
         size = vocab
     if size == vocab:
         return init_draft(policy, None, **shape)
-    fewest, most = COUNTED_TOKENS
-    counted = most
-    if most_tokens is not None:
-        counted = min(most_tokens, max(fewest, min(most, most_tokens // COUNTED_SHARE)))
+    counted = tokens_to_count(most_tokens)
     tell(f"reading {counted:,} completion tokens, whose commonest ones are the draft vocabulary")
     counts = count_tokens(reading.look(counted), vocab)
     size = size or smallest_size(counts)
@@ -82,6 +79,14 @@ def new_draft(
         f"cost of training relative to all tokens: {described(size)}{smaller}"
     )
     return draft
+
+
+def tokens_to_count(most_tokens: int | None) -> int:
+    """The completion tokens by which a warm-up of so many chooses its draft vocabulary."""
+    fewest, most = COUNTED_TOKENS
+    if most_tokens is None:
+        return most
+    return min(most_tokens, max(fewest, min(most, most_tokens // COUNTED_SHARE)))
 
 
 def count_tokens(rollouts: Iterable[Rollout], vocab: int) -> Tensor:

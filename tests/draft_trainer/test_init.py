@@ -20,7 +20,7 @@ from draft_trainer.drafters.initial import choose_draft_vocabulary, init_dflash,
 from draft_trainer.drafters.rope import Rope
 from draft_trainer.warmup import vocabulary
 from draft_trainer.warmup.rollouts import Rollout
-from draft_trainer.warmup.vocabulary import count_tokens, coverage, smallest_size
+from draft_trainer.warmup.vocabulary import count_tokens, coverage, smallest_size, tokens_to_count
 from slipstream.errors import RefusedError
 from tests.draft_trainer.synthetic import VOCAB, draft_vocab_ids
 from tests.draft_trainer.warmup_rig import write_rollouts
@@ -252,6 +252,14 @@ def test_draft_vocabulary_of_few_or_unlike_tokens_is_largest() -> None:
     counts = count_tokens(own, vocab)
     assert smallest_size(counts) == 32_000
     assert float(coverage(counts)[31_999]) == pytest.approx(0.9)
+
+
+@pytest.mark.parametrize(
+    ("goal", "counted"),
+    [(None, 524_288), (9_000, 9_000), (10**6, 65_536), (4 * 10**6, 250_000), (10**9, 524_288)],
+)
+def test_warmup_counts_a_sixteenth_of_its_goal(goal: int | None, counted: int) -> None:
+    assert tokens_to_count(goal) == counted
 
 
 def test_init_chooses_the_vocabulary_of_rollouts(
