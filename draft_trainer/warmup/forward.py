@@ -76,6 +76,7 @@ def forward(
                 ids,
                 loss_mask=completion_mask,
                 attention_mask=mask,
+                sampled_logprobs=_sampled_logprobs(logits, rollouts, temperature),
                 prompt_lengths=[len(one.prompt) for one in rollouts],
                 sample_ids=[str(one.number) for one in rollouts],
             )
@@ -83,6 +84,22 @@ def forward(
     except RuntimeError as error:
         raise_unless_shortage(error)
         raise no_memory(ids.numel()) from error
+
+
+def _sampled_logprobs(
+    logits: torch.Tensor, rollouts: Sequence[Rollout], temperature: float
+) -> torch.Tensor:
+    """The log-probabilities of completions, float32 [B, S], by logits [B, S, V]; 0 for prompts.
+
+    Without them, the bridge would run lm_head a second time.
+    """
+    found = logits.new_zeros(logits.shape[:2], dtype=torch.float32)
+    for row, one in enumerate(rollouts):
+        begin = max(1, len(one.prompt))
+        scaled = logits[row, begin - 1 : one.tokens - 1].float() / temperature
+        sampled = torch.tensor((one.prompt + one.completion)[begin:], device=logits.device)
+        found[row, begin : one.tokens] = scaled.log_softmax(-1).gather(-1, sampled[:, None])[:, 0]
+    return found
 
 
 def no_memory(tokens: int) -> RefusedError:
