@@ -212,7 +212,8 @@ class TrainingConfig(Section):
             gradients over as many passes as its samples need. 8192 where ``device`` is "cuda".
         linger_s: how long to wait for more samples before a step that is not full.
         steps_per_candidate: optimizer steps between two gate decisions.
-        candidate_seconds: seconds after which a gate decision is due even with fewer steps.
+        candidate_seconds: seconds after which a gate decision is due even with fewer steps; four
+            times those of the last decision where that is longer.
         threads: torch's threads.
         nice: niceness of the training thread.
         device: where the draft is trained.

@@ -47,6 +47,10 @@ _DEVICE_MEMORY = release_pb2.REFUSAL_REASON_DEVICE_MEMORY
 _RETRY_S = 1.0
 _MOST_RETRY_S = 60.0
 
+_BETWEEN_GATES = 4
+"""Seconds after which a gate decision is due, over those that the last one took: on a slow machine
+it takes as long as the steps of ``candidate_seconds``."""
+
 T = TypeVar("T")
 
 
@@ -97,6 +101,7 @@ class TrainingLoop:
     _stopping: threading.Event = field(default_factory=threading.Event, init=False)
     _steps_since_candidate: int = field(default=0, init=False)
     _first_step_at: float = field(default_factory=time.monotonic, init=False)
+    _gate_seconds: float = field(default=0.0, init=False)
     _trained_against: int = field(default=0, init=False)
     _sized_at: float = field(default=-math.inf, init=False)
     _retry_s: float = field(default=_RETRY_S, init=False)
@@ -150,7 +155,7 @@ class TrainingLoop:
 
     def _train(self) -> None:
         """Until ``stop``: sample a batch, step, save; gate every ``steps_per_candidate`` steps."""
-        config, learner = self.config.training, self.learner
+        learner = self.learner
         while not self._stopping.is_set():
             run = self.runs.current
             if run is None:
@@ -216,10 +221,16 @@ class TrainingLoop:
                 before = min(self._trained_against, run.latest_policy_version or 0)
                 self._trained_against = max(before, metrics.policy_version)
                 self.states.after_step(learner, self.position)
-            seconds = time.monotonic() - self._first_step_at
-            enough = self._steps_since_candidate >= learner.pace.steps_per_candidate(config)
-            if enough or seconds >= config.candidate_seconds:
+            if self._is_due():
                 self._consider(run)
+
+    def _is_due(self) -> bool:
+        """Whether the weights are worth a gate decision."""
+        config = self.config.training
+        if self._steps_since_candidate >= self.learner.pace.steps_per_candidate(config):
+            return True
+        seconds = time.monotonic() - self._first_step_at
+        return seconds >= max(config.candidate_seconds, _BETWEEN_GATES * self._gate_seconds)
 
     def _make_handles(self) -> None:
         while not self._stopping.is_set():
@@ -345,7 +356,9 @@ class TrainingLoop:
         if not self._steps_since_candidate or run.run_id != self.position.run_id:
             return
         self._steps_since_candidate = 0
+        began = time.monotonic()
         version = self._candidate(run)
+        self._gate_seconds = time.monotonic() - began
         if version is not None:
             self.position = replace(self.position, newest_release=version)
             self._stored(partial(run.store.released, version))

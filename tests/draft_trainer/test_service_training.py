@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sqlite3
 import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -122,6 +123,18 @@ def test_candidate_seconds_bounds_time_to_the_gate(tmp_path: Path) -> None:
     with feeding(config) as (_, client):
         client.send(*rollouts(60))
         client.wait_for(lambda s: sum(s.verdicts.values()) > 0 and not s.idle)
+
+
+def test_gate_takes_at_most_a_fifth_of_the_time(tmp_path: Path) -> None:
+    with running(make_config(tmp_path), train=False) as (server, _):
+        loop = server.loop
+        loop._steps_since_candidate, loop._first_step_at = 1, time.monotonic() - 100
+        loop._gate_seconds = 10
+        assert loop._is_due()
+        loop._gate_seconds = 30
+        assert not loop._is_due()
+        loop._steps_since_candidate = loop.config.training.steps_per_candidate
+        assert loop._is_due()
 
 
 def test_state_from_before_the_newest_release_is_not_resumed(tmp_path: Path) -> None:
