@@ -40,8 +40,9 @@ T = TypeVar("T")
 
 
 def script(name: str) -> str:
-    """The console script that was installed beside this interpreter."""
-    return str(Path(sys.executable).parent / name)
+    """The console script beside this interpreter; on PATH where packages are in another folder."""
+    beside = Path(sys.executable).parent / name
+    return str(beside) if beside.exists() else name
 
 
 def draft_trainer(

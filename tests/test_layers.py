@@ -29,7 +29,7 @@ MEASURED = {
     "net_benefit": {"policy_bridge"},
     "publish_faults": {"rollout_server"},
     "feed_faults": {"policy_bridge"},
-    "gpu": {"policy_bridge"},
+    "gpu": {"policy_bridge", "rollout_server", "vllm"},
     "plan_published": {"rollout_server"},
     "policy_stall": {"policy_bridge"},
     "transport": {"policy_bridge"},

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -17,6 +19,8 @@ from slipstream.sample import Sample
 from slipstream.tensors import dtype_to_wire
 
 K = 5
+Figures = dict[str, Any]
+_PIECE = 16 << 20
 SELF_CHECK = Case("self-check", 32, 64, 4, 2, 8, 96, 48, rows=4, tokens=24, ttt_steps=K)
 PARITY = Case("parity", 512, 1024, 8, 4, 64, 4096, 2048, rows=4, tokens=256, ttt_steps=K)
 
@@ -108,7 +112,18 @@ def rollouts(case: Case, seed: int = 0) -> tuple[list[Sample], PolicyHeads]:
     hidden, dtype = case.hidden_size, case.torch_dtype
 
     def normal(*shape: int, std: float = 1.0) -> torch.Tensor:
-        return torch.empty(shape).normal_(std=std, generator=generator).to(dtype)
+        """Drawn in a thread for each piece: torch draws in one, and some are of 600 M values."""
+        whole = torch.empty(shape, dtype=dtype)
+        pieces = whole.view(-1).split(_PIECE)
+        seeds = torch.randint(1 << 62, (len(pieces),), generator=generator).tolist()
+
+        def draw(piece: torch.Tensor, own: int) -> None:
+            values = torch.empty(len(piece))
+            piece.copy_(values.normal_(std=std, generator=torch.Generator().manual_seed(own)))
+
+        with ThreadPoolExecutor() as pool:
+            list(pool.map(draw, pieces, seeds))
+        return whole
 
     lm_head = normal(case.draft_vocab_size, hidden, std=2.0 * hidden**-0.5)
     heads = PolicyHeads(1)

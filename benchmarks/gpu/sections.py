@@ -11,15 +11,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
-from typing import Any
 
 import torch
 
-from benchmarks.draft_training.case import SHAPES, Case
-from benchmarks.gpu.bench import Bench, K, NotMeasuredError, draft_of, rollouts
+from benchmarks.draft_training.case import Case
+from benchmarks.gpu.bench import Bench, Figures, K, NotMeasuredError, draft_of, rollouts
 from benchmarks.workers import TIED
 from draft_trainer.config import TrainingConfig
 from draft_trainer.drafters.batch import batches
@@ -27,13 +26,10 @@ from draft_trainer.drafters.expected_acceptance import expected_acceptance
 from draft_trainer.drafters.loss import Objective, step_weights, ttt_objective, valid_targets
 from draft_trainer.training.learner import Learner
 from draft_trainer.training.training_state import HostCopies
-from policy_bridge import BridgeConfig, PolicyBridge
 from slipstream.errors import RefusedError
 from slipstream.v1 import release_pb2
 
-Figures = dict[str, Any]
 _DRILLS = 3
-_FLUSH_SECONDS = 60.0
 
 
 def ceilings(bench: Bench) -> Figures:
@@ -265,97 +261,6 @@ def memory(bench: Bench) -> Figures:
             del other
             outcomes["recovered"] += not learner.step(samples, heads).skipped
     return {"outcomes": outcomes, "drills survived": outcomes["recovered"] / (3 * _DRILLS)}
-
-
-def capture(bench: Bench) -> Figures:
-    """The policy's log-prob forward with and without a capture window, log-probs given."""
-    # The other sections need no transformers.
-    from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
-
-    from benchmarks.policy_stall.policy import TINY
-    from benchmarks.policy_stall.trainers import REPLAY_BYTES, Trainer, write_draft
-
-    if bench.tiny:
-        policy_folder, draft = TINY, TINY.parent / "draft"
-        model = AutoModelForCausalLM.from_pretrained(TINY, dtype=torch.float32).to(bench.device)
-        rows, tokens = 4, 48
-    else:
-        policy_folder, draft = bench.folder / "policy", bench.folder / "draft"
-        shape = SHAPES["8B"]
-        with bench.device:
-            # Eight layers of an 8B policy's 36: the cost of a window does not grow with them, so
-            # that its share is seen at more than four times its size.
-            model = Qwen3ForCausalLM(
-                Qwen3Config(
-                    vocab_size=shape.vocab_size,
-                    hidden_size=shape.hidden_size,
-                    intermediate_size=shape.intermediate_size,
-                    num_hidden_layers=8,
-                    num_attention_heads=shape.num_attention_heads,
-                    num_key_value_heads=shape.num_key_value_heads,
-                    head_dim=shape.head_dim,
-                    max_position_embeddings=4096,
-                    tie_word_embeddings=False,
-                )
-            ).to(torch.bfloat16)
-        model.save_pretrained(policy_folder)
-        write_draft(policy_folder, draft)
-        rows, tokens = 8, 1024
-    ids = torch.randint(3, model.config.vocab_size, (rows, tokens), device=bench.device)
-    mask = torch.ones_like(ids, dtype=torch.bool)
-    mask[:, :8] = False
-
-    @torch.no_grad()
-    def forward(window: Any) -> None:
-        with window as taken:
-            logits = model(input_ids=ids, use_cache=False).logits
-            chosen = logits[:, :-1].gather(-1, ids[:, 1:, None]).squeeze(-1)
-            log_p = chosen.float() - logits[:, :-1].logsumexp(-1).float()
-            if taken is not None:
-                taken.ship(ids, loss_mask=mask, sampled_logprobs=log_p)
-
-    def seconds(window: Callable[[], Any]) -> float:
-        """Until the policy's own stream is done; the copies on the bridge's go on."""
-        forward(nullcontext())
-        bench.wait()
-        begin = time.perf_counter()
-        forward(window())
-        if bench.cuda:
-            torch.cuda.current_stream(bench.device).synchronize()
-        return time.perf_counter() - begin
-
-    # All windows are of one version, 4.3 GB of an 8B policy's states that are not trained on.
-    replay = REPLAY_BYTES if bench.tiny else 9 << 30
-    with Trainer("capture", bench.folder, draft, 0, replay_bytes=replay) as trainer:
-        trainer.wait_ready()
-        config = BridgeConfig(
-            trainer=trainer.address, run_id="gpu", bytes_per_step=sys.maxsize, sync_seconds=2.0
-        )
-        with PolicyBridge(model, config) as bridge:
-            if not bridge.wait_connected(60.0):
-                raise NotMeasuredError(f"the trainer was not reached: {bridge.stats().last_error}")
-            with bridge.sync(1):
-                pass
-            off, on = [], []
-            for _ in range(4 if bench.tiny else 16):
-                off.append(seconds(nullcontext))
-                on.append(seconds(lambda: bridge.capture(forwards=1)))
-                # The next pair shares nothing with this window's copies.
-                if not bridge.flush(_FLUSH_SECONDS):
-                    raise NotMeasuredError(f"a window was not sent in {_FLUSH_SECONDS:.0f} s")
-            stats = bridge.stats()
-    missed = stats.captures_skipped + stats.captures_refused
-    if missed or stats.capture_off_reason:
-        why = stats.capture_off_reason or stats.last_error
-        raise NotMeasuredError(f"{missed} of {len(on)} windows took nothing: {why}")
-    # The first window has the policy announced beside it.
-    ratios = sorted(a / b for a, b in zip(on[1:], off[1:], strict=True))
-    return {
-        "forward with a window over one without": ratios[len(ratios) // 2],
-        "seconds_without": sorted(off)[len(off) // 2],
-        "share of the samples accepted": stats.accepted / (rows * len(on)),
-        "samples shed": sum(stats.shed.values()),
-    }
 
 
 def _config(bench: Bench) -> TrainingConfig:

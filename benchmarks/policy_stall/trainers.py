@@ -14,6 +14,8 @@ from collections.abc import Collection
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 
+import httpx
+
 from benchmarks.feed_faults.wire import Wire
 from benchmarks.workers import TIED
 from examples.arithmetic_grpo.processes import Service, free_port
@@ -25,6 +27,7 @@ NICE = [*TIED, "nice", "-n", "19"]
 SLOW_BYTES_PER_SECOND = 1_000_000
 FULL_BYTES = "64k"
 REPLAY_BYTES = 64 << 20
+_STEPS = "slipstream_trainer_train_steps_total "
 # Takes, checks and keeps samples but never has enough to train: the arithmetic of several trainers
 # would fall on other rows' steps than their own.
 NO_TRAINING = "batch_tokens = 1_000_000_000\nlinger_s = 3600\n"
@@ -47,6 +50,7 @@ class Trainer(AbstractContextManager["Trainer"]):
         full_memory: give it a directory for shared memory that is too small for the file.
         slow: put a wire of 1 MB/s before it.
         replay_bytes: of its replay buffer, of which a policy version may fill half.
+        training: its settings in ``[training]``; by default it never trains.
     """
 
     def __init__(
@@ -59,6 +63,7 @@ class Trainer(AbstractContextManager["Trainer"]):
         full_memory: bool = False,
         slow: bool = False,
         replay_bytes: int = REPLAY_BYTES,
+        training: str = NO_TRAINING,
     ) -> None:
         self._core, self._slow = core, slow
         self._wire: subprocess.Popen[str] | None = None
@@ -75,7 +80,7 @@ class Trainer(AbstractContextManager["Trainer"]):
             # Beside the rest: a trainer that is killed leaves nothing behind elsewhere.
             + f'[replay]\ndirectory = "samples"\ncapacity_bytes = {replay_bytes}\n'
             # A trainer that pauses wants fewer samples.
-            + f'[economy]\nmode = "always"\n[training]\nnice = 19\n{NO_TRAINING}'
+            + f'[economy]\nmode = "always"\n[training]\nnice = 19\n{training}'
         )
         command = [*NICE, *DRAFT_TRAINER, "serve", "--config", str(config)]
         if full_memory:
@@ -86,6 +91,7 @@ class Trainer(AbstractContextManager["Trainer"]):
             name, command, home / "log", f"127.0.0.1:{port}", {"OMP_NUM_THREADS": "1"}
         )
         self.address = f"127.0.0.1:{port}"
+        self._metrics = f"http://127.0.0.1:{metrics}/metrics"
 
     def __enter__(self) -> Trainer:
         self._service.start()
@@ -105,6 +111,12 @@ class Trainer(AbstractContextManager["Trainer"]):
             assert self._wire.stdout is not None
             self.address = self._wire.stdout.readline().strip()
             confine(self._wire.pid, {self._core})
+
+    def steps(self) -> float:
+        """Read the number of optimizer steps that it took."""
+        text = httpx.get(self._metrics, timeout=30).text
+        (line,) = (one for one in text.splitlines() if one.startswith(_STEPS))
+        return float(line.removeprefix(_STEPS))
 
     def hang(self) -> None:
         """SIGSTOP."""

@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 
 from benchmarks.gpu import __main__ as gpu
+from tests.machine import lacking
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("part", [1, 2])
+@pytest.mark.parametrize("part", [1, 2, 3])
 def test_gpu_benchmark_runs_every_section_on_cpu(part: int, tmp_path: Path) -> None:
     out = tmp_path / "figures.json"
     assert gpu.main(["--device=cpu", "--tiny", f"--part={part}", f"--json={out}"]) == 0
@@ -21,21 +22,34 @@ def test_gpu_benchmark_runs_every_section_on_cpu(part: int, tmp_path: Path) -> N
     sections = found["sections"]
     assert list(sections) == list(gpu.PARTS[part])
     statuses = {name: section["status"] for name, section in sections.items()}
-    for name in ("memory", "specforge", "speculators"):
+    without_triton = ("vllm_engine",) if "triton" in lacking() else ()
+    for name in ("memory", "specforge", "speculators", *without_triton):
         assert statuses.pop(name, "not measured") == "not measured"
     assert set(statuses.values()) == {"measured"}, found["sections"]
     bounds = [bound for section in gpu.PARTS[part].values() for bound in section.bounds]
-    assert found["not_measured"].keys() == {b.figure for b in bounds} | set(gpu.NOT_BUILT)
+    assert found["not_measured"].keys() == {b.figure for b in bounds}
     if part == 1:
+        smoke = sections["smoke"]["figures"]
+        assert smoke["hashes that differ"] == smoke["swaps that a graph does not see"] == 0
+        assert smoke["relative error of attention"] < 1e-5
         parity = sections["parity"]["figures"]
         assert parity["relative error of the loss"] < 1e-5
         assert parity["cosine of the gradients"] > 0.99999
         assert parity["difference of the acceptance length"] == 0.0
-    else:
+    elif part == 2:
+        assert sections["run_ahead"]["figures"]["samples shed by a run-ahead"] == 0
         assert sections["capture"]["figures"]["share of the samples accepted"] == 1.0
         assert sections["capture"]["figures"]["samples shed"] == 0
         (shed,) = (b for b in gpu.PARTS[2]["capture"].bounds if b.figure == "samples shed")
         assert shed.target(0).ok and not shed.target(1).ok
+    else:
+        server = sections["vllm_server"]["figures"]
+        assert server["requests that failed"] == server["greedy_different"] == 0
+        assert server["swaps"] == 4 and server["not_prepared"] == []
+        if not without_triton:
+            engine = sections["vllm_engine"]["figures"]
+            assert (engine["runner"], engine["asynchronous"]) == ("V2", True)
+            assert engine["runs that differ"] == 0
 
 
 def test_failed_section_fails_the_run_and_spares_the_others(

@@ -52,7 +52,5 @@ def test_training_state_copy_is_consistent(bench: Bench) -> None:
 
 
 def test_gpu_memory_drills(bench: Bench) -> None:
-    found = sections.memory(bench)
-    assert found["drills survived"] == 1.0
-    # Whether a pass is halved depends on how far its chunks can shrink.
-    assert found["outcomes"]["refused"] >= 1
+    # Whether a pass is halved or refused before depends on how far its chunks can shrink.
+    assert sections.memory(bench)["drills survived"] == 1.0
