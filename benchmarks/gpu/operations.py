@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -52,7 +53,8 @@ def _error(bench: Bench, function: Callable[..., Tensor], given: Sequence[Tensor
         (
             output.double() * torch.linspace(0.5, 1.5, output.shape[-1], device=device)
         ).sum().backward()
-        found.append([x.detach().cpu().double() for x in (output, *(i.grad for i in inputs))])
+        results = (output, *(x.grad for x in inputs if x.grad is not None))
+        found.append([x.detach().cpu().double() for x in results])
     return max(float((b - a).norm() / a.norm()) for a, b in zip(*found, strict=True))
 
 
@@ -102,7 +104,7 @@ def compiled(bench: Bench) -> Figures:
         for shape in ((K, rows), (rows,))
     )
     log_z = policy.float().logsumexp(-1, keepdim=True)
-    given = (policy, log_z, torch.ones_like(log_z), "kl", True, False)
+    given: Any = (policy, log_z, torch.ones_like(log_z), "kl", True, False)
     eager, other = logits.clone(), logits.clone()
     error = float((loss.score(eager, *given) - fast(other, *given)).abs().max())
     figures: Figures = {

@@ -89,20 +89,18 @@ def test_bootstrap_needs_the_standard_library_alone(wheel: Path, tmp_path: Path)
     (checkout / "engine.py").write_text("")
     wheels = checkout / ".whl" / "a"
     wheels.mkdir(parents=True)
-    base = [
-        sys.executable,
-        "-S",
-        "-m",
-        "benchmarks.gpu.bootstrap",
-        "--site",
-        str(tmp_path / "site"),
-    ]
-    script = "import engine, json, slipstream.v1.release_pb2 as p; "
-    script += "print(json.dumps([engine.__file__, p.HERE]))"
+    module, site = "benchmarks.gpu.bootstrap", tmp_path / "site"
+    base = [sys.executable, "-S", "-m", module, "--site", str(site)]
+    # A script's own folder comes first on its path, and not the working directory.
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import engine, json, slipstream.v1.release_pb2 as p\n"
+        "print(json.dumps([engine.__file__, p.HERE]))\n"
+    )
     env = {"PATH": os.environ["PATH"]}
 
     def run(*options: str) -> subprocess.CompletedProcess[str]:
-        command = [*base, *options, "--", "-c", script]
+        command = [*base, *options, "--", str(script)]
         return subprocess.run(command, cwd=checkout, env=env, capture_output=True, text=True)
 
     refused = run()
