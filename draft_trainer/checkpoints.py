@@ -109,7 +109,8 @@ def read_policy_config(directory: Path) -> dict[str, Any]:
     """
     path = directory / CONFIG_FILE
     config = read_json(path, _ADVICE)
-    for name in ("draft_vocab_size", AUX_LAYERS, "speculators_model_type", "dflash_config"):
+    of_drafts = ("draft_vocab_size", "speculators_model_type", "dflash_config", "markov_rank")
+    for name in (*of_drafts, AUX_LAYERS):
         if name in config:
             raise _refused(str(path), f"{name}, so a draft", "the policy itself")
     found = dict(text_config(config))

@@ -126,7 +126,7 @@ def credentials_of(config: TrainerConfig) -> ClientCredentials:
     return shown
 
 
-DraftKind = Literal["eagle3", "mtp", "draft_model", "dflash"]
+DraftKind = Literal["eagle3", "mtp", "draft_model", "dflash", "dspark"]
 """The ``Drafter.name`` of every mechanism."""
 
 
@@ -198,8 +198,9 @@ class TrainingConfig(Section):
         weight_averaging: decay per step of the exponential average of the weights that is gated
             and released; 0 releases the weights of the last step. A rate high enough to follow a
             moving policy leaves noise in the last step's weights that costs acceptance.
-        target: what is minimised against the policy: forward KL, total variation or the negative
-            log of the acceptance rate (see ``drafters.loss``).
+        target: what is minimised against the policy: forward KL, total variation, the negative
+            log of the acceptance rate, or DSpark's sum of the first two (see ``drafters.loss``),
+            which is the default with ``draft.kind`` "dspark".
         ttt_steps: depth K of the training-time test; at least the served draft length.
         step_weight_decay: step s has this to the power s as its weight.
         compute_dtype: type of matrix products; bfloat16 where ``device`` is "cuda". Weights,
@@ -229,7 +230,7 @@ class TrainingConfig(Section):
     weight_decay: Annotated[float, Field(ge=0.0, allow_inf_nan=False)] = 0.0
     grad_clip: Positive = 1.0
     weight_averaging: Fraction = 0.9
-    target: Literal["kl", "tv", "lk"] = "kl"
+    target: Literal["kl", "tv", "lk", "dspark"] = "kl"
     ttt_steps: Annotated[int, Field(ge=1, le=16)] = 5
     step_weight_decay: Annotated[float, Field(gt=0.0, le=1.0, allow_inf_nan=False)] = 0.8
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
@@ -391,6 +392,16 @@ class TrainerConfig(Section):
     publish: PublishConfig = PublishConfig()
     trial: TrialConfig = TrialConfig()
     economy: EconomyConfig = EconomyConfig()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _target_of_the_mechanism(cls, given: Any) -> Any:
+        sections = given if isinstance(given, Mapping) else {}
+        draft, training = sections.get("draft"), sections.get("training", {})
+        own = isinstance(draft, Mapping) and draft.get("kind") == "dspark"
+        if own and isinstance(training, Mapping):
+            return {**sections, "training": {"target": "dspark", **training}}
+        return given
 
     @model_validator(mode="after")
     def _depth_covers_the_served_drafts(self) -> TrainerConfig:

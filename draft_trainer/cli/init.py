@@ -23,8 +23,8 @@ class Init:
 
     By default, makes an untrained EAGLE-3 draft that vLLM loads: sizes, lm_head and final norm are
     the policy's, and it can propose every token, or with --rollouts the commonest ones. With
-    --draft-kind dflash, makes an untrained DFlash draft, whose embeddings and lm_head are the
-    policy's. With mtp, extracts only the policy's MTP head. Train the draft with draft-trainer
+    --draft-kind dflash or dspark, makes an untrained block draft, whose embeddings and lm_head are
+    the policy's. With mtp, extracts only the policy's MTP head. Train the draft with draft-trainer
     warmup --draft or draft-trainer serve.
     """
 
@@ -45,12 +45,15 @@ class Init:
     of each auxiliary state (fc_norm), and of queries and keys (qk_norm)."""
     seed: Annotated[int, arg(metavar="N")] = 0
     """Seed of the random weights."""
-    draft_kind: Literal["eagle3", "mtp", "dflash"] = "eagle3"
+    draft_kind: Literal["eagle3", "mtp", "dflash", "dspark"] = "eagle3"
     """The draft's mechanism."""
     mask_token: Count = None
-    """dflash: id of a token that occurs in no text, to mark the positions of proposed tokens."""
+    """dflash, dspark: id of a token that occurs in no text, to mark the positions of proposed
+    tokens."""
     layers: Count = None
-    """dflash: number of decoder layers (default 2)."""
+    """dflash, dspark: number of decoder layers (default 2)."""
+    markov_rank: Count = None
+    """dspark: rank of the Markov head (default 256)."""
 
     def run(self) -> int:
         """Writes the draft and prints what was made."""
@@ -70,7 +73,7 @@ class Init:
             print(f"{self.out}: {len(checkpoint.tensors)} tensors of the policy's MTP head")
             return 0
         policy = read_policy(folder)
-        if self.draft_kind == "dflash":
+        if self.draft_kind in ("dflash", "dspark"):
             head, told = self._dflash(policy, layers)
         else:
             head, told = self._eagle3(policy, folder, layers)
@@ -125,6 +128,7 @@ class Init:
         from draft_trainer.drafters.initial import init_dflash
 
         at_least("--layers", self.layers, 1)
+        at_least("--markov-rank", self.markov_rank, 1)
         if self.mask_token is None:
             expected = "the id of a token that no text has"
             raise RefusedError("--mask-token", "nothing", expected, "choose a reserved token")
@@ -134,6 +138,7 @@ class Init:
             layers=self.layers or 2,
             aux_layer_ids=layers,
             intermediate_size=self.intermediate_size,
+            markov_rank=(self.markov_rank or 256) if self.draft_kind == "dspark" else None,
             seed=self.seed,
         )
         return head, f"{len(head.layers)} layers"

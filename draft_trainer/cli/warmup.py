@@ -69,7 +69,7 @@ class Warmup:
     draft: Folder = None
     """The draft to begin with, or its name on the hub; by default as draft-trainer init makes it,
     with the commonest tokens of the first rollouts as its vocabulary."""
-    draft_kind: Literal["eagle3", "mtp", "draft_model", "dflash"] = "eagle3"
+    draft_kind: Literal["eagle3", "mtp", "draft_model", "dflash", "dspark"] = "eagle3"
     """The draft's mechanism; others than eagle3 need --draft."""
     draft_vocab: Count = None
     """Without --draft: size of the draft vocabulary; by default the smallest multiple of 1024 that

@@ -43,7 +43,8 @@ def compile_score(
     score = torch.compile(loss.score, backend=backend, fullgraph=True, options=options)
     try:
         found = [
-            _difference(score, device, steps, vocab, target, dtype, scaled)
+            _difference(score, device, steps, vocab, one, dtype, scaled)
+            for one in loss.MIXED.get(target, (target,))
             for dtype in (torch.bfloat16, torch.float32)
             for scaled in (False, True)
         ]

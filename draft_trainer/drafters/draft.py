@@ -22,7 +22,10 @@ from draft_trainer.drafters.block import BlockShape
 from draft_trainer.drafters.policy import PolicyHead
 from slipstream.checkpoints import (
     CONFIG_FILE,
+    VOCABULARY_MAPS,
     WEIGHTS_FILE,
+    check_maps,
+    d2t_of,
     read_layout,
     reading_config,
     t2d_of,
@@ -84,6 +87,11 @@ class Draft(nn.Module, ABC):
         config: its shape.
         lm_head: maps ``normed`` outputs to draft-vocabulary logits; None: the policy's, which
             follows its version and is not trained.
+        confidence: predicts the logit of a step's acceptance rate from its ``normed`` output, or
+            from the first part of it; in the parameters' own type, trained, and used by vLLM's
+            adaptive verification alone. None in most mechanisms.
+        frozen: columns of ``lm_head_rows``, the first ones, that are the policy's beside trained
+            ones.
 
     Args:
         draft_vocab_ids: int [draft_vocab], the target id of every draft id; None for the full
@@ -93,6 +101,8 @@ class Draft(nn.Module, ABC):
     kind: ClassVar[str]
     config: DraftShape
     lm_head: nn.Linear | None
+    confidence: nn.Linear | None = None
+    frozen: int = 0
     draft_vocab_ids: Tensor | None
 
     def __init__(self, draft_vocab_ids: Tensor | None = None) -> None:
@@ -109,7 +119,7 @@ class Draft(nn.Module, ABC):
             first_anchor: positions before it are context only.
 
         Yields:
-            ``steps`` tensors [B, T - first_anchor, H]; at the anchor i, step s predicts
+            ``steps`` tensors [B, T - first_anchor, size]; at the anchor i, step s predicts
             x_{i+2+s}. Entries whose input token lies past the row's end have no meaning, and no
             meaningful entry depends on them.
 
@@ -119,7 +129,7 @@ class Draft(nn.Module, ABC):
 
     @abstractmethod
     def normed(self, output: Tensor) -> Tensor:
-        """The input of ``lm_head``, [..., H], from an output of ``unroll``."""
+        """The factor of ``lm_head_rows``, [..., size], from an output of ``unroll``."""
 
     def forward(
         self, batch: Batch, steps: int, first_anchor: int = 0
@@ -129,7 +139,7 @@ class Draft(nn.Module, ABC):
         return outputs, self.lm_head_rows(batch.policy).to(outputs[0].dtype)
 
     def lm_head_rows(self, policy: PolicyHead | None) -> Tensor:
-        """[draft_vocab, H]: the lm_head's weight, the draft's own or this policy version's."""
+        """[draft_vocab, size]: the lm_head's weight, the draft's own or this policy version's."""
         if self.lm_head is not None:
             return self.lm_head.weight
         assert policy is not None, "a draft without an lm_head, and no policy version"
@@ -371,7 +381,7 @@ class OneLayout(Drafter):
         Args:
             directory: the checkpoint's.
             config: from ``shape_of``.
-            stored: tensors by their names there, without the policy's.
+            stored: tensors by their names there, without the policy's; d2t and t2d too.
             document: the config.json in which vLLM reads ``config``; ``unchanged`` where it is
                 that of the directory.
 
@@ -382,17 +392,26 @@ class OneLayout(Drafter):
             wanted = tensor_shapes(lambda: self.module(config))
         names = {name: self.stored_name(config, name) for name in wanted}
         shapes = {names[name]: shape for name, shape in wanted.items()}
-        check_tensors(stored, shapes, str(directory), self.advice)
+        maps = {name: stored[name] for name in VOCABULARY_MAPS if name in stored}
+        own = {name: tensor for name, tensor in stored.items() if name not in maps}
+        check_tensors(own, shapes, str(directory), self.advice)
+        d2t, sizes = maps.get("d2t"), (config.draft_vocab_size, config.vocab_size)
+        check_maps(d2t, maps.get("t2d"), *sizes, str(directory))
+        if config.full_vocabulary:
+            # vLLM has no parameters for the maps, not even for maps that change nothing.
+            d2t, maps = None, {}
         one_file = weight_files(directory) == [directory / WEIGHTS_FILE]
         return Checkpoint(
             module=self.module,
             config=config,
             tensors={name: stored[names[name]] for name in names},
-            d2t=None,
+            d2t=None if d2t is None else d2t.long(),
             document=document,
             names=names,
-            with_t2d=False,
-            as_stored=unchanged and one_file and read_layout(directory).keys() == shapes.keys(),
+            with_t2d="t2d" in maps,
+            as_stored=unchanged
+            and one_file
+            and read_layout(directory).keys() == shapes.keys() | maps.keys(),
         )
 
     def save(
@@ -418,8 +437,10 @@ class OneLayout(Drafter):
             for name, t in draft.state_dict().items()
         }
         names = {name: self.stored_name(config, name) for name in tensors}
+        d2t = None if config.full_vocabulary else d2t_of(draft.target_ids().cpu())
+        with_t2d = like is None or "t2d" in read_layout(like)
         Checkpoint(
-            *(self.module, config, tensors, None, document, names), with_t2d=False, as_stored=True
+            *(self.module, config, tensors, d2t, document, names), with_t2d, as_stored=True
         ).write(directory)
 
 

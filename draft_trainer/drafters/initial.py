@@ -12,6 +12,8 @@ from draft_trainer.checkpoints import PolicyCheckpoint, size_of
 from draft_trainer.drafters.block import Norm
 from draft_trainer.drafters.dflash import ARCHITECTURE, NESTED, DflashConfig, DflashHead
 from draft_trainer.drafters.draft import Draft
+from draft_trainer.drafters.dspark import ARCHITECTURE as DSPARK
+from draft_trainer.drafters.dspark import DsparkConfig, DsparkHead
 from draft_trainer.drafters.eagle3.head import Eagle3Head, HeadConfig
 from draft_trainer.drafters.rope import Rope
 from slipstream.checkpoints import check_draft_vocabulary
@@ -108,9 +110,10 @@ def init_dflash(
     layers: int = 2,
     aux_layer_ids: tuple[int, ...] | None = None,
     intermediate_size: int | None = None,
+    markov_rank: int | None = None,
     seed: int = 0,
 ) -> DflashHead:
-    """A new DFlash draft: random layers, the policy's final norm.
+    """A new DFlash or DSpark draft: random layers, the policy's final norm.
 
     Args:
         policy: whose draft it is.
@@ -118,6 +121,7 @@ def init_dflash(
         layers: decoder layers; drafts for large policies have five.
         aux_layer_ids: auxiliary layers ("after L layers"); ``choose_aux_layers`` if None.
         intermediate_size: width of the MLPs; the policy's if None.
+        markov_rank: rank of a DSpark draft's Markov head; None: a DFlash draft.
         seed: of the random weights.
 
     Returns:
@@ -128,8 +132,9 @@ def init_dflash(
     """
     ids = aux_layers(policy.config, aux_layer_ids, first=1)
     rope, _ = Rope.of_draft(policy.config)
+    block = {"mask_token_id": mask_token_id, "target_layer_ids": [one - 1 for one in ids]}
     document = {
-        "architectures": [ARCHITECTURE],
+        "architectures": [ARCHITECTURE if markov_rank is None else DSPARK],
         "model_type": "qwen3",
         "dtype": "bfloat16",
         "hidden_act": "silu",
@@ -140,9 +145,13 @@ def init_dflash(
         "tie_word_embeddings": False,
         # Places that other tools train with, the first token's included.
         "block_size": 16,
-        NESTED: {"mask_token_id": mask_token_id, "target_layer_ids": [one - 1 for one in ids]},
     }
-    draft = DflashHead(DflashConfig.from_dict(document))
+    if markov_rank is None:
+        draft = DflashHead(DflashConfig.from_dict(document | {NESTED: block}))
+    else:
+        markov = {"markov_rank": markov_rank, "markov_head_type": "vanilla"}
+        confidence = {"enable_confidence_head": True, "confidence_head_with_markov": True}
+        draft = DsparkHead(DsparkConfig.from_dict(document | block | markov | confidence))
     _fill(draft, draft.fc, draft.norm, policy, seed)
     return draft
 

@@ -8,6 +8,7 @@ A = sum(min(p, q)), the acceptance rate:
     kl  -sum(p log q)   dz = S q - p         forward KL up to the teacher's entropy
     tv  1 - A           dz = q (a - 1[q<p])  a = sum of q where q < p
     lk  -log A          dz = the one of tv / A
+    dspark              0.1 kl + 1.8 tv: 0.9 times the L1 distance (``drafters.dspark``)
 
 p is NOT renormalised: S < 1 where the policy has mass outside the draft vocabulary, which is then
 missing from p, as it is when vLLM verifies. q is taken at the rollout's temperature, because vLLM
@@ -31,8 +32,9 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.func import functional_call
+from torch.nn.functional import pad, softplus
 
 from draft_trainer.drafters.batch import Batch, ahead, moved
 from draft_trainer.drafters.draft import Draft
@@ -41,7 +43,9 @@ from draft_trainer.drafters.policy import PolicyHead, policy_logits
 from draft_trainer.kernels import library
 from draft_trainer.kernels.rows import score_rows
 
-Target = Literal["kl", "tv", "lk"]
+Target = Literal["kl", "tv", "lk", "dspark"]
+MIXED: dict[Target, dict[Target, float]] = {"dspark": {"kl": 0.1, "tv": 1.8}}
+"""The targets that are sums of others, with the factor of each."""
 METRICS = ("loss", "top1_agreement", "acceptance", "outside_mass")
 
 # Bytes of one chunk's logits: on a CPU few enough that products and scores find them in its caches,
@@ -87,6 +91,8 @@ def soft_target_loss(
     valid: Tensor,
     row_weights: Tensor,
     target: Target,
+    frozen: int = 0,
+    confidence: nn.Linear | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Weighted loss of K * N rows and the sums of their metrics.
 
@@ -98,12 +104,16 @@ def soft_target_loss(
         valid: bool [K, N], rows that count.
         row_weights: float32 [K, N], factor of each valid row's loss.
         target: which loss.
+        frozen: columns of ``lm_head``, the first ones, whose gradient nobody wants: it is 0.
+        confidence: ``Draft.confidence``; a row's loss then also has the binary cross-entropy of
+            its sigmoid to A, which is a constant there.
 
     Returns:
-        The loss, a float32 scalar differentiable in ``hidden`` and ``lm_head``; float64
-        [K, len(METRICS)], unweighted sums over the valid rows: the loss; argmax q = argmax p;
-        A; the policy's mass outside the draft vocabulary.
+        The loss, a float32 scalar differentiable in ``hidden``, ``lm_head`` and ``confidence``;
+        float64 [K, len(METRICS)], unweighted sums over the valid rows: the loss;
+        argmax q = argmax p; A; the policy's mass outside the draft vocabulary.
     """
+    predictor = () if confidence is None else (confidence.weight, confidence.bias)
     loss, sums = _SoftTargetLoss.apply(
         hidden,
         lm_head,
@@ -111,6 +121,8 @@ def soft_target_loss(
         valid,
         row_weights * valid,
         target,
+        frozen,
+        *predictor,
     )
     return loss, sums
 
@@ -125,6 +137,8 @@ class _SoftTargetLoss(torch.autograd.Function):
         valid: Tensor,
         row_weights: Tensor,
         target: Target,
+        frozen: int,
+        *predictor: Tensor,
     ) -> tuple[Tensor, Tensor]:
         steps, count, _ = hidden.shape
         learns = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
@@ -135,7 +149,10 @@ class _SoftTargetLoss(torch.autograd.Function):
         grad_hidden = hidden.detach() if learns else None
         wide = torch.promote_types(hidden.dtype, torch.float32)
         # A draft that shares the policy's lm_head does not train it.
-        grad_lm_head = torch.zeros_like(lm_head, dtype=wide) if ctx.needs_input_grad[1] else None
+        grad_lm_head = None
+        if ctx.needs_input_grad[1]:
+            grad_lm_head = torch.zeros_like(lm_head[:, frozen:], dtype=wide)
+        grad_predictor = [torch.zeros_like(parameter) for parameter in predictor]
         inverse_t = 1.0 / teacher.temperature
         # A row's factor is applied to its H states and not to its V logits.
         factors = (row_weights * inverse_t)[..., None].to(wide)
@@ -150,24 +167,34 @@ class _SoftTargetLoss(torch.autograd.Function):
                 *(target, learns, teacher.scaled),
             )
             del policy
+            to_states = None
+            if predictor:
+                found, of_rows = scores[:, rows], row_weights[:, rows]
+                to_states, *parts = _predict(states, found, of_rows, predictor)
+                for total, part in zip(grad_predictor, parts, strict=True):
+                    total += part
             if grad_hidden is None:
                 continue
             gradient = logits.flatten(0, 1)
             factor = factors[:, rows]
             if grad_lm_head is not None:
-                weighted = (states.unflatten(0, (steps, -1)) * factor).to(states.dtype)
+                learned = states[:, frozen:].unflatten(0, (steps, -1))
+                weighted = (learned * factor).to(states.dtype)
                 grad_lm_head += product(gradient.T, weighted.flatten(0, 1))
             flowing = product(gradient, lm_head).unflatten(0, (steps, -1))
             torch.mul(flowing, factor, out=grad_hidden[:, rows])
+            if to_states is not None:
+                grad_hidden[:, rows, : to_states.shape[-1]] += to_states
         sums = (scores * valid[..., None]).sum(1)
         loss = (scores[..., 0] * row_weights).sum()
-        ctx.save_for_backward(grad_hidden, grad_lm_head)
+        ctx.save_for_backward(grad_hidden, grad_lm_head, *grad_predictor)
+        ctx.frozen = frozen
         ctx.mark_non_differentiable(sums)
         return loss.to(wide), sums
 
     @staticmethod
     def backward(ctx: Any, grad_loss: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        grad_hidden, grad_lm_head = ctx.saved_tensors
+        grad_hidden, grad_lm_head, *grad_predictor = ctx.saved_tensors
         if grad_loss.is_cpu and grad_loss == 1.0:
             # The loss is the root of the backward pass: saves a pass over the largest gradient.
             for_lm_head = grad_lm_head
@@ -175,8 +202,32 @@ class _SoftTargetLoss(torch.autograd.Function):
             for_lm_head = None if grad_lm_head is None else grad_lm_head * grad_loss
             grad_hidden = grad_hidden * grad_loss.to(grad_hidden.dtype)
         if for_lm_head is not None:
-            for_lm_head = for_lm_head.to(grad_hidden.dtype)
-        return grad_hidden, for_lm_head, *[None] * 4
+            for_lm_head = pad(for_lm_head.to(grad_hidden.dtype), (ctx.frozen, 0))
+        return grad_hidden, for_lm_head, *[None] * 5, *(g * grad_loss for g in grad_predictor)
+
+
+def _predict(
+    states: Tensor, scores: Tensor, row_weights: Tensor, predictor: tuple[Tensor, ...]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Add the loss of the confidence to the scores of [K, R] rows.
+
+    Args:
+        states: [K * R, size].
+        scores: float64 [K, R, len(METRICS)]; changed.
+        row_weights: float32 [K, R], factors of the rows' losses in the gradients.
+        predictor: weight [1, width] and bias [1].
+
+    Returns:
+        The gradients of the states' first columns, [K, R, width], of weight and of bias.
+    """
+    weight, bias = predictor
+    seen = states[:, : weight.shape[1]].to(weight.dtype)
+    logits = seen @ weight[0] + bias
+    rates = scores[..., METRICS.index("acceptance")].flatten().to(logits.dtype)
+    scores[..., 0] += (softplus(logits) - rates * logits).view(scores.shape[:2])
+    slopes = (logits.sigmoid() - rates) * row_weights.flatten()
+    to_states = (slopes[:, None] * weight).unflatten(0, scores.shape[:2])
+    return to_states, (slopes @ seen)[None], slopes.sum()[None]
 
 
 def _score_blocks(
@@ -204,6 +255,17 @@ def _score_blocks(
     """
     if library.runs_on(logits) and library.runs_on(policy):
         return score_rows(logits, policy, log_z, inverse_t, target, learns)
+    if target in MIXED:
+        gradient, losses = torch.zeros_like(logits), []
+        for one, factor in MIXED[target].items():
+            part = logits.clone()
+            scores = _score_blocks(part, policy, log_z, inverse_t, one, learns, scaled)
+            gradient.add_(part, alpha=factor)
+            losses.append(factor * scores[..., 0])
+        if learns:
+            logits.copy_(gradient)
+        scores[..., 0] = torch.stack(losses).sum(0)
+        return scores
     steps, count, vocab = logits.shape
     scores = torch.empty(steps, count, len(METRICS), dtype=torch.float64, device=logits.device)
     function = compiled_score if learns and compiled_score is not None else score
@@ -397,6 +459,8 @@ def ttt_objective(
         used,
         per_step[:, None].expand(-1, len(row)),
         target,
+        head.frozen,
+        head.confidence,
     )
     return Objective(loss, sums, counts)
 

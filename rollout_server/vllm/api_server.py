@@ -243,7 +243,7 @@ async def control_plane(
     refuse_shared(description, served)
     draft = Weights(DRAFT, 0, WeightSource())
     if settings.draft_dir is not None:
-        policys = _of_the_policy(description, served)
+        policys = _of_the_policy(description, served, read_layout(settings.draft_dir))
         draft = _stage_first_draft(settings.draft_dir, store, DRAFT in description.tied, policys)
     tracker.start(draft.version or 0, draft.expected)
     policy = Weights(POLICY, None, WeightSource(directory=str(settings.model_dir)))
@@ -323,13 +323,17 @@ def _expected_policy(
     )
 
 
-def _of_the_policy(description: Description, served: Served) -> dict[str, str]:
+def _of_the_policy(
+    description: Description, served: Served, names: Collection[str]
+) -> dict[str, str]:
     """The names of a draft's tensors that are the policy's own in the workers' memory, and the
-    module of each."""
+    module of each; ``names`` are those of the draft's tensors."""
+    # A draft with a vocabulary of its own has its own lm_head, too.
+    own = "lm_head" if VOCABULARY_MAPS[0] in names else ""
     return {
         f"{module}.weight": module
         for module in served.follows_policy
-        if module != EMBEDDING or description.shares_embedding
+        if module != own and (module != EMBEDDING or description.shares_embedding)
     }
 
 
@@ -337,7 +341,7 @@ def _expected_draft(draft: Weights, description: Description, served: Served) ->
     tensors = draft.source.tensors
     layout = {tensor.name: TensorLayout(tensor.key.dtype, tensor.shape) for tensor in tensors}
     forbidden = {}
-    for name, module in _of_the_policy(description, served).items():
+    for name, module in _of_the_policy(description, served, layout).items():
         layout.pop(name, None)
         forbidden[name] = (
             f"stage the draft without it: it is the policy's own {module} here and follows policy "

@@ -244,6 +244,10 @@ def settings_of(args: argparse.Namespace) -> Settings:
     if args.draft_dir is not None:
         with reading_config(args.draft_dir, "give the draft, and MODEL, as they were saved"):
             served.check(Path(args.model_tag), args.draft_dir)
+    if served.runner_v2 and not _may_run_v2():
+        expected = "a kind that vLLM's Model Runner V1 has: only V2, which needs Triton, has this"
+        next_step = "serve on GPUs, without VLLM_USE_V2_MODEL_RUNNER=0, or use a dflash draft"
+        raise RefusedError("--draft-kind", served.name, expected, next_step)
     online = args.quantization or getattr(args, "quantization_config", None)
     if online and served.name == "mtp":
         # vLLM builds the head with it, as with the quantization of a MODEL.

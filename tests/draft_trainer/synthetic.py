@@ -16,6 +16,7 @@ from draft_trainer.drafters import Draft, batch
 from draft_trainer.drafters.batch import Batch
 from draft_trainer.drafters.dflash import DflashConfig, DflashHead
 from draft_trainer.drafters.draft_model import POLICY_WIDTH, DraftLm, LmConfig
+from draft_trainer.drafters.dspark import DsparkConfig, DsparkHead
 from draft_trainer.drafters.eagle3.head import Eagle3Head, HeadConfig
 from draft_trainer.drafters.expected_acceptance import expected_acceptance
 from draft_trainer.drafters.mtp import MtpConfig, MtpHead
@@ -104,6 +105,54 @@ def dflash_head(seed: int = 0) -> DflashHead:
     """A random DFlash draft for the auxiliary layers of ``config``."""
     torch.manual_seed(seed)
     return DflashHead(DflashConfig.from_dict(dflash_document()))
+
+
+def dspark_document(**changes: object) -> dict[str, object]:
+    """config.json of a DSpark draft like ``dflash_document``'s, as its authors write it."""
+    block = dflash_document()
+    nested = block.pop("dflash_config")
+    assert isinstance(nested, dict)
+    markov = {"markov_rank": 6, "markov_head_type": "vanilla"}
+    confidence = {"enable_confidence_head": True, "confidence_head_with_markov": True}
+    names = {"architectures": ["Qwen3DSparkModel"], "block_size": 3}
+    return block | nested | names | markov | confidence | changes
+
+
+def dspark_head(seed: int = 0, **changes: object) -> DsparkHead:
+    """A random DSpark draft for the auxiliary layers of ``config``."""
+    torch.manual_seed(seed)
+    return DsparkHead(DsparkConfig.from_dict(dspark_document(**changes)))
+
+
+def speculators_document(kind: str, **changes: object) -> dict[str, object]:
+    """config.json of a block draft as speculators 0.9 writes it, with a vocabulary of its own."""
+    around = ("mask_token_id", "block_size", "markov_rank", "markov_head_type")
+    around += ("enable_confidence_head", "confidence_head_with_markov")
+    flat = dspark_document()
+    given = {name: flat.pop(name) for name in around if kind == "dspark" or name == around[0]}
+    for name in ("architectures", "target_layer_ids", *around):
+        flat.pop(name, None)
+    proposal = {"proposal_type": "greedy", "speculative_tokens": 3}
+    verifier: dict[str, object] = {"name_or_path": None, "architectures": []}
+    return {
+        "architectures": ["DSparkDraftModel" if kind == "dspark" else "DFlashDraftModel"],
+        "speculators_model_type": kind,
+        "speculators_version": "0.9.0",
+        "speculators_config": {
+            "algorithm": kind,
+            "default_proposal_method": "greedy",
+            "proposal_methods": [proposal],
+            "verifier": verifier,
+        },
+        "transformer_layer_config": flat,
+        "draft_vocab_size": DRAFT_VOCAB,
+        "target_hidden_size": None,
+        "aux_hidden_state_layer_ids": [2, 4, 5],
+        "sliding_window_non_causal": False,
+        "sample_from_anchor": kind == "dspark",
+        **given,
+        **changes,
+    }
 
 
 def mtp_head(seed: int = 0) -> MtpHead:

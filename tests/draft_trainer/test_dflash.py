@@ -30,15 +30,20 @@ from slipstream.v1 import draft_trainer_pb2 as pb
 from slipstream.v1 import release_pb2
 from tests.draft_trainer.rig import make_config, running, train_until_released
 from tests.draft_trainer.synthetic import (
+    DRAFT_VOCAB,
     HIDDEN,
     VOCAB,
     Policy,
     collate,
     dflash_document,
     dflash_head,
+    draft_vocab_ids,
+    speculators_document,
 )
 
 STEPS = 3
+NESTED = dflash_document()["dflash_config"]
+assert isinstance(NESTED, dict)
 
 
 def moved(head: DflashHead, seed: int = 0) -> DflashHead:
@@ -63,13 +68,16 @@ class Reference(nn.Module):
         self.layers = nn.ModuleList(Qwen3DecoderLayer(config, i) for i in range(2))
         self.rotary = Qwen3RotaryEmbedding(config)
         self.mask = head.config.mask_token_id
-        self.load_state_dict(head.state_dict())
+        self.causal, self.masks = head.config.causal, 1 - head.config.sample_from_anchor
+        own = self.state_dict()
+        self.load_state_dict({n: t for n, t in head.state_dict().items() if n in own})
 
     def block(self, batch: Batch, row: int, anchor: int, steps: int) -> Tensor:
         """[steps, H]: the outputs at the places that propose."""
         context = self.hidden_norm(self.fc(batch.aux[row, : anchor + 1]))
         mask = batch.policy.embed_tokens[self.mask]
-        hidden = torch.stack([batch.embeds[row, anchor + 1], *[mask] * steps])
+        masks = [mask] * (steps - 1 + self.masks)
+        hidden = torch.stack([batch.embeds[row, anchor + 1], *masks])
         count = len(context) + len(hidden)
         cos, sin = self.rotary(hidden, torch.arange(count)[None])
         for layer in self.layers:
@@ -85,16 +93,22 @@ class Reference(nn.Module):
             nothing = torch.zeros(1, q.shape[1], len(context), 8)
             q, k = apply_rotary_pos_emb(torch.cat([nothing, q], 2), k, cos, sin)
             q = q[:, :, len(context) :]
-            weights = (q @ repeat_kv(k, 2).transpose(2, 3) * 8**-0.5).softmax(-1)
+            scores = q @ repeat_kv(k, 2).transpose(2, 3) * 8**-0.5
+            if self.causal:
+                later = torch.ones(len(hidden), count).triu(len(context) + 1).bool()
+                scores = scores.masked_fill(later, -torch.inf)
+            weights = scores.softmax(-1)
             attended = (weights @ repeat_kv(v, 2))[0].transpose(0, 1).flatten(1)
             hidden = hidden + attention.o_proj(attended)
             hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
-        return self.norm(hidden)[1:]
+        return self.norm(hidden)[-steps:]
 
 
+@pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("first_anchor", [0, 5])
-def test_dflash_outputs_match_reference_blocks(first_anchor: int) -> None:
-    head = moved(dflash_head())
+def test_dflash_outputs_match_reference_blocks(first_anchor: int, causal: bool) -> None:
+    document = dflash_document(dflash_config=NESTED | {"causal": causal})
+    head = moved(DflashHead(DflashConfig.from_dict(document)))
     reference = Reference(head)
     policy = Policy()
     batch = collate(policy.samples(3), policy.heads(rows=torch.arange(VOCAB)))
@@ -145,20 +159,19 @@ def test_dflash_release_has_only_its_own_tensors(tmp_path: Path) -> None:
         assert torch.equal(parameter, head.get_parameter(name))
 
 
-NESTED = dflash_document()["dflash_config"]
-assert isinstance(NESTED, dict)
-
-
 @pytest.mark.parametrize(
     ("changes", "field"),
     [
         ({"architectures": ["Qwen3DSparkModel"]}, "architectures"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
-        ({"draft_vocab_size": 8}, "draft_vocab_size: found 8, expected 24: embeddings and lm_head"),
+        ({"draft_vocab_size": 8}, "missing .*lm_head.weight"),
+        ({"draft_vocab_size": 25}, "draft_vocab_size: found 25, expected at most 24"),
+        ({"speculators_model_type": "eagle3"}, "speculators_model_type: found eagle3, expected df"),
         ({"dflash_config": None}, "dflash_config"),
         ({"dflash_config": NESTED | {"mask_token_id": VOCAB}}, "mask_token_id: found 24"),
         ({"dflash_config": NESTED | {"target_layer_ids": [1, 7, 8]}}, "layers from 0 to 7"),
-        ({"dflash_config": NESTED | {"causal": True}}, "dflash_config.causal"),
+        ({"dflash_config": NESTED | {"use_swa": True}}, "dflash_config.use_swa"),
+        ({"dflash_config": NESTED | {"sample_from_anchor": True}}, "sample_from_anchor: found Tru"),
         ({"num_hidden_layers": 3}, "missing"),
         ({"num_hidden_layers": 1 << 20}, "num_hidden_layers: found 1048576, expected .* to 1024"),
         ({"num_key_value_heads": 3}, "num_key_value_heads: found 3, expected a divisor of 4"),
@@ -173,6 +186,50 @@ def test_dflash_unsupported_config_is_refused(
         Dflash().read(folder, policy_folder(tmp_path / "policy"))
 
 
+@pytest.mark.parametrize("kind", ["dflash", "dspark"])
+@pytest.mark.parametrize("size", [DRAFT_VOCAB, VOCAB])
+def test_speculators_block_draft_is_released_as_read(kind: str, size: int, tmp_path: Path) -> None:
+    """Names, shapes and fields of a release are those of the file, without the policy's copies."""
+    document = speculators_document(kind, draft_vocab_size=size)
+    drafter, ids = DRAFTERS[kind], draft_vocab_ids()
+    torch.manual_seed(0)
+    head = drafter.build(document)
+    assert head.config.aux_layer_ids == (2, 4, 5) and head.config.draft_vocab_size == size
+    tensors = {"embed_tokens.weight": torch.ones(VOCAB, HIDDEN)}
+    if size < VOCAB:
+        tensors |= {"d2t": ids - torch.arange(size), "t2d": torch.isin(torch.arange(VOCAB), ids)}
+    else:
+        tensors["lm_head.weight"] = torch.ones(VOCAB, HIDDEN)
+    theirs = tmp_path / "theirs"
+    theirs.mkdir()
+    save_file(head.state_dict() | tensors, theirs / "model.safetensors")
+    (theirs / "config.json").write_text(json.dumps(document))
+    policy = policy_folder(tmp_path / "policy")
+    registry = Registry(tmp_path / "releases", drafter)
+    assert registry.import_initial(theirs, policy).draft_kind == kind
+    read = drafter.read(theirs, policy)
+    assert not read.as_stored and read.assumed == ()
+    draft = read.draft()
+    assert draft.target_ids().tolist() == (ids.tolist() if size < VOCAB else [*range(VOCAB)])
+    with torch.no_grad():
+        for parameter in draft.parameters():
+            parameter.add_(1.0)
+    registry.create(draft, release_pb2.ReleaseManifest(), torch.float32)
+    kept = {"d2t", "t2d"} if size < VOCAB else set()
+    for version in (0, 1):
+        stored = load_file(registry.path(version) / "model.safetensors")
+        assert json.loads((registry.path(version) / "config.json").read_text()) == document
+        assert stored.keys() == head.state_dict().keys() | kept
+        for name, tensor in stored.items():
+            given = tensors.get(name, head.state_dict().get(name))
+            assert given is not None and tensor.shape == given.shape
+            assert torch.equal(tensor, given + (0 if name in kept else version))
+    assert drafter.read(registry.path(1), policy).as_stored
+    (theirs / "config.json").write_text(json.dumps(document | {"draft_vocab_size": 15}))
+    with pytest.raises(RefusedError, match=r"lm_head.weight|markov_w2"):
+        drafter.read(theirs, policy)
+
+
 def test_dflash_activation_that_is_assumed_is_told(tmp_path: Path) -> None:
     folder = write(tmp_path / "draft", dflash_head())
     assert Dflash().read(folder).assumed == ()
@@ -182,12 +239,6 @@ def test_dflash_activation_that_is_assumed_is_told(tmp_path: Path) -> None:
 
 def test_dflash_of_another_policy_or_pickle_is_refused(tmp_path: Path) -> None:
     folder = write(tmp_path / "draft", dflash_head())
-    own = (folder / "config.json").read_text()
-    theirs = {"architectures": ["DFlashDraftModel"], "speculators_model_type": "dflash"}
-    (folder / "config.json").write_text(json.dumps(theirs))
-    with pytest.raises(RefusedError, match="speculators_model_type: found dflash"):
-        Dflash().read(folder)
-    (folder / "config.json").write_text(own)
     for changes, field in (
         ({"vocab_size": 99}, "vocab_size: found 24, expected 99"),
         ({"hidden_size": 99}, "hidden_size: found 16, expected 99"),

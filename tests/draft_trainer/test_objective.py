@@ -86,6 +86,8 @@ def test_loss_and_metrics_equal_a_plain_loop(temperature: float) -> None:
 def test_gradient_equals_finite_differences(kind: str) -> None:
     """Directional derivatives in float64 along one random direction per parameter."""
     policy, model = Policy(), HEADS[kind](4).double()
+    # Its loss takes as a constant what it predicts: test_dspark.py has its gradient.
+    model._modules.pop("confidence_head", None)
     batch = collate(policy.samples(2), policy.heads(rows=model.target_ids()))
     valid = valid_targets(batch, 3)
 

@@ -23,7 +23,14 @@ from draft_trainer.config import TrainingConfig
 from draft_trainer.drafters import Draft
 from draft_trainer.training.learner import Learner
 from draft_trainer.training.training_state import StateStore, head_facts
-from tests.draft_trainer.synthetic import Policy, dflash_head, draft_model_head, head, mtp_head
+from tests.draft_trainer.synthetic import (
+    Policy,
+    dflash_head,
+    draft_model_head,
+    dspark_head,
+    head,
+    mtp_head,
+)
 
 CONFIG = TrainingConfig(learning_rate=5e-3, warmup_steps=5, weight_averaging=0.9, ttt_steps=3)
 
@@ -32,6 +39,7 @@ HEADS: dict[str, Callable[[int], Draft]] = {
     "mtp": mtp_head,
     "draft_model": draft_model_head,
     "dflash": dflash_head,
+    "dspark": dspark_head,
 }
 """The heads of a seed, by mechanism."""
 

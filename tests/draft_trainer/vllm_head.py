@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
-from vllm.config import set_current_vllm_config
+from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.distributed import init_distributed_environment, initialize_model_parallel
 from vllm.distributed.parallel_state import (
     destroy_model_parallel,
@@ -28,6 +28,7 @@ from vllm.distributed.parallel_state import (
 from vllm.engine.arg_utils import EngineArgs
 from vllm.forward_context import set_forward_context
 from vllm.model_executor.model_loader import get_model
+from vllm.v1.worker.gpu.spec_decode.utils import get_parallel_drafting_token_id
 
 from rollout_server.vllm.patches import allow_dense_qwen3_next
 
@@ -163,6 +164,94 @@ def run_mtp(head: str, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
     }
 
 
+class _Block(nn.Module):
+    """Attention of a block's places to the context and to the block, as a paged cache would have.
+
+    It takes the place of vLLM's attention layer, to which context K/V are written by its ``impl``.
+    """
+
+    def __init__(self, attention: nn.Module) -> None:
+        super().__init__()
+        self.shape = (attention.num_heads, attention.num_kv_heads, attention.head_dim)
+        self.causal, self.impl, self.kv_cache = attention.causal, self, None
+
+    def do_kv_cache_update(self, _: object, k: Tensor, v: Tensor, *rest: object) -> None:
+        self.keys, self.values = k.transpose(0, 1), v.transpose(0, 1)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        heads, kv_heads, head_dim = self.shape
+        q, k, v = (x.view(len(x), -1, head_dim).transpose(0, 1) for x in (q, k, v))
+        k, v = torch.cat([self.keys, k], 1), torch.cat([self.values, v], 1)
+        k, v = (x.repeat_interleave(heads // kv_heads, dim=0) for x in (k, v))
+        seen = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool)
+        if self.causal:
+            seen = seen.tril(k.shape[1] - q.shape[1])
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=seen)
+        return out.transpose(0, 1).flatten(1)
+
+
+def run_block(kind: str, policy: str, draft: str, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Run a block draft at each anchor, as Model Runner V2's speculators do.
+
+    Args:
+        kind: "dflash" or "dspark".
+        policy: a folder with its config.json.
+        draft: a release.
+        inputs: ``token_ids`` [T], ``aux`` [T, A * H], ``embed_tokens`` and ``lm_head`` [vocab, H],
+            ``anchors`` [N], ``steps``.
+
+    Returns:
+        ``logits`` [N, steps, vocab], -inf outside the draft's vocabulary, each given the token that
+        is recorded before; for DSpark, ``confidence`` [N, steps].
+    """
+    steps, ids = int(inputs["steps"]), inputs["token_ids"]
+    # vLLM has DSpark on Model Runner V2 alone, which this process has not: its module needs none.
+    VllmConfig._validate_v1_model_runner = lambda self: None
+    config = EngineArgs(
+        model=policy,
+        skip_tokenizer_init=True,
+        dtype="float32",
+        max_model_len=64,
+        enforce_eager=True,
+        speculative_config={"method": kind, "model": draft, "num_speculative_tokens": steps},
+    ).create_engine_config()
+    assert config.speculative_config is not None
+    drafter = config.speculative_config.draft_model_config
+    hf, destroy = drafter.hf_config, destroy_model_parallel
+    destroy()
+    with set_current_vllm_config(config), torch.inference_mode(), set_forward_context(None, config):
+        initialize_model_parallel(1, 1)
+        model = get_model(vllm_config=config, model_config=drafter)
+        inner = model.model
+        inner.embed_tokens.weight = nn.Parameter(inputs["embed_tokens"])
+        if not getattr(model, "has_own_lm_head", False):
+            model.lm_head.weight = nn.Parameter(inputs["lm_head"])
+            model.lm_head.quant_method = _Plain()
+        for layer in inner.layers:
+            layer.self_attn.attn = _Block(layer.self_attn)
+        inner._attn_layers = [layer.self_attn.attn for layer in inner.layers]
+        mask = get_parallel_drafting_token_id(hf)
+        from_anchor = kind == "dspark" and getattr(hf, "sample_from_anchor", True)
+        context, logits, confidence = model.combine_hidden_states(inputs["aux"]), [], []
+        for anchor in inputs["anchors"].tolist():
+            there = torch.arange(anchor + 1)
+            model.precompute_and_store_context_kv(context[: anchor + 1], there, there)
+            given = torch.full((steps + (not from_anchor),), mask)
+            given[0] = ids[anchor + 1]
+            hidden = model(given, anchor + 1 + torch.arange(len(given)))[-steps:]
+            if kind == "dflash":
+                logits.append(model.compute_logits(hidden))
+                continue
+            embedded = model.markov_embed(ids[anchor + 1 : anchor + 1 + steps])
+            z = model.compute_draft_logits(hidden) + model.markov_bias(embedded)
+            whole = torch.full((steps, len(inputs["lm_head"])), -torch.inf)
+            whole[:, model.map_draft_to_target(torch.arange(z.shape[1]))] = z
+            logits.append(whole)
+            confidence.append(model.compute_confidence(hidden, embedded))
+    found = {"logits": torch.stack(logits)}
+    return found | ({"confidence": torch.stack(confidence)} if confidence else {})
+
+
 class _Plain:
     """An lm_head's method: the product with the rows that it was given."""
 
@@ -180,9 +269,11 @@ def main(job: dict[str, object]) -> None:
         init_distributed_environment(1, 0, f"file://{rendezvous.name}", 0, "gloo")
         for draft in job["drafts"]:  # type: ignore[attr-defined]
             inputs = load_file(str(job["inputs"]))
-            found = (
-                run(str(job["policy"]), draft, inputs) if job["policy"] else run_mtp(draft, inputs)
-            )
+            kind, policy = job.get("kind"), str(job["policy"])
+            if kind:
+                found = run_block(str(kind), policy, draft, inputs)
+            else:
+                found = run(policy, draft, inputs) if policy else run_mtp(draft, inputs)
             save_file(found, f"{draft}.safetensors")
 
 

@@ -15,7 +15,7 @@ from draft_trainer.drafters.draft_model import DraftLm, LmConfig
 from draft_trainer.drafters.eagle3.checkpoint import Eagle3
 from draft_trainer.drafters.mtp import MtpConfig, MtpHead
 from slipstream.errors import RefusedError
-from tests.draft_trainer.synthetic import HIDDEN, QWEN, dflash_head
+from tests.draft_trainer.synthetic import HIDDEN, QWEN, dflash_head, dspark_head
 from tests.draft_trainer.test_draft_model import SIZES
 
 pytestmark = pytest.mark.contract("hostile peers")
@@ -44,13 +44,14 @@ def test_eagle3_config_json_odd_values_refused(layout: str, tmp_path: Path) -> N
     assert refusals(Eagle3(), (folder / "config.json").read_text(), tmp_path) > 20
 
 
-@pytest.mark.parametrize("kind", ["mtp", "draft_model", "dflash"])
+@pytest.mark.parametrize("kind", ["mtp", "draft_model", "dflash", "dspark"])
 def test_other_mechanisms_config_json_odd_values_refused(kind: str, tmp_path: Path) -> None:
     model = {"model_type": "qwen3", "hidden_act": "silu", "rope_theta": 1e4, **SIZES}
     drafts: dict[str, Draft] = {
         "mtp": MtpHead(MtpConfig.from_dict(QWEN)),
         "draft_model": DraftLm(LmConfig.from_dict({**model, "target_hidden_size": HIDDEN})),
         "dflash": dflash_head(),
+        "dspark": dspark_head(),
     }
     DRAFTERS[kind].save(tmp_path, drafts[kind])
     DRAFTERS[kind].read(tmp_path)

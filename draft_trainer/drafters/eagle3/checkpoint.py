@@ -202,7 +202,7 @@ def _refuse_policy(directory: Path, document: Document) -> None:
         named = any(part in names.lower() for part in ("draft", "dspark"))
         if named or "draft_vocab_size" in document:
             found = f"a draft of another kind ({names}, {layers} layers)"
-            next_step = "set draft.kind to its kind, where docs/mechanisms.md has it (dflash)"
+            next_step = "set draft.kind to its kind, one of docs/mechanisms.md (dflash, dspark)"
             raise RefusedError(str(directory), found, "an EAGLE-3 draft", next_step)
         make = f"draft-trainer init --policy {directory} --out DIR"
         small = 'draft.kind = "draft_model", if this small model is to draft'

@@ -207,13 +207,22 @@ def _read_speculators(document: Document, policy: Path | None) -> tuple[HeadConf
     kind = document["speculators_model_type"]
     if kind != "eagle3":
         _refuse("speculators_model_type", kind, "eagle3")
-    if not isinstance(document.get(LAYER), dict):
-        _refuse(LAYER, document.get(LAYER), "an object")
+    layer = nested_layer(document)
     if not document.get(AUX_LAYERS):
         document = {**document, AUX_LAYERS: default_layer_ids(document, policy)}
     # vLLM passes every field of the nested object on to the draft's class.
-    document = {**document, LAYER: counted(document[LAYER], document[AUX_LAYERS])}
+    document = {**document, LAYER: counted(layer, document[AUX_LAYERS])}
     return HeadConfig.from_dict(_flat(document)), document
+
+
+def nested_layer(document: Mapping[str, Any], refuse: Refuse = _refuse) -> Document:
+    """Return the layers' sizes in speculators' config.json. Raises RefusedError: not readable."""
+    layer = document.get(LAYER)
+    if not isinstance(layer, dict):
+        refuse(LAYER, layer, "an object")
+    if layer.get("rope_parameters") and layer.get("rope_scaling", {}) is None:
+        refuse(f"{LAYER}.rope_scaling", "null", "no such field: vLLM drops rope_parameters for it")
+    return {**layer}
 
 
 def _flat(document: Document) -> Document:
@@ -222,8 +231,6 @@ def _flat(document: Document) -> Document:
     model_type = flat.setdefault("model_type", "llama")
     if model_type not in ARCHITECTURES:
         _refuse(f"{LAYER}.model_type", model_type, f"one of {list(ARCHITECTURES)}")
-    if flat.get("rope_parameters") and flat.get("rope_scaling", {}) is None:
-        _refuse(f"{LAYER}.rope_scaling", "null", "no such field: vLLM drops rope_parameters for it")
     flat["architectures"] = [ARCHITECTURES[model_type][0]]
     for name in _AROUND:
         if document.get(name) is not None:

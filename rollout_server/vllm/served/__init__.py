@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from rollout_server.control.draft_folder import read_config, read_manifest
-from rollout_server.vllm.served.kinds import DFLASH_ARCHITECTURE, Dflash, DraftModel, Eagle3, Mtp
+from rollout_server.vllm.served.kinds import SPECULATORS, Dflash, DraftModel, Dspark, Eagle3, Mtp
 from rollout_server.vllm.served.served import Served, WithoutWeights
 from slipstream.checkpoints import read_layout
 from slipstream.errors import RefusedError
@@ -18,6 +20,7 @@ SERVED: dict[str, Served] = {
         Mtp(),
         DraftModel(),
         Dflash(),
+        Dspark(),
         WithoutWeights("ngram", {"prompt_lookup_min": 2, "prompt_lookup_max": 4}),
         WithoutWeights("none", None),
     )
@@ -48,11 +51,7 @@ def served_by(kind: str | None, draft_dir: Path | None) -> Served:
         kind = manifest.draft_kind if manifest is not None else ""
     if draft_dir is not None:
         config = read_config(draft_dir, "--draft")
-        found = config.get("architectures")
-        names = [*map(str, found)] if isinstance(found, list) else []
-        _refuse_others(names, kind or None, draft_dir)
-        if not kind and DFLASH_ARCHITECTURE in names:
-            kind = Dflash.name
+        kind = _block_kind(config, kind or None, draft_dir) or kind
         if not kind:
             layout = read_layout(draft_dir)
             known = (
@@ -69,16 +68,28 @@ def served_by(kind: str | None, draft_dir: Path | None) -> Served:
     return SERVED[kind]
 
 
-def _refuse_others(architectures: list[str], kind: str | None, draft_dir: Path) -> None:
-    """Refuse drafts that vLLM loads and a swap would tear, or that nothing here trains."""
+def _block_kind(config: Mapping[str, Any], kind: str | None, draft_dir: Path) -> str | None:
+    """The kind of a block draft, None for others.
+
+    Raises RefusedError: another kind was asked for, or vLLM loads it and a swap would tear it.
+    """
+    found = config.get("architectures")
+    names = [*map(str, found)] if isinstance(found, list) else []
+    blocks = [served for served in SERVED.values() if isinstance(served, Dflash)]
     field = f"{draft_dir / 'config.json'}: architectures"
-    for name in architectures:
-        if name == DFLASH_ARCHITECTURE:
-            if kind not in (None, Dflash.name):
-                raise RefusedError(field, name, f"{kind}, as asked for", "leave --draft-kind out")
-        elif _NOT_SWAPPED.search(name.lower()):
+    for served in blocks:
+        if config.get(SPECULATORS, served.name) == served.name and (
+            SPECULATORS in config or served.architecture in names
+        ):
+            if kind not in (None, served.name):
+                found = served.architecture
+                raise RefusedError(field, found, f"{kind}, as asked for", "leave --draft-kind out")
+            return served.name
+    for name in names:
+        if _NOT_SWAPPED.search(name.lower()):
             expected = f"a draft of a kind that can be swapped: {', '.join(SERVED)}"
             raise RefusedError(field, name, expected, "vLLM alone may serve it")
+    return None
 
 
 __all__ = ["SERVED", "Served", "WithoutWeights", "served_by"]

@@ -13,15 +13,13 @@ from collections.abc import Iterable, Iterator, Mapping
 import torch
 from torch import nn
 
+# vllm/model_executor/models/qwen3_dflash.py, _build_fused_kv_buffers, which load_weights calls: all
+# layers' K/V projections and norms of K in one tensor each, and another name for a norm.
+_BLOCK = ("_fused_kv_weight", "_fused_kv_bias", "_k_norm_weights", "_hidden_norm_weight")
+
 RULES: Mapping[str, tuple[str, ...]] = {
-    # vllm/model_executor/models/qwen3_dflash.py, _build_fused_kv_buffers, which load_weights calls:
-    # all layers' K/V projections and norms of K in one tensor each, and another name for a norm.
-    "DFlashQwen3Model": (
-        "_fused_kv_weight",
-        "_fused_kv_bias",
-        "_k_norm_weights",
-        "_hidden_norm_weight",
-    ),
+    "DFlashQwen3Model": _BLOCK,
+    "Qwen3DSparkModel": _BLOCK,
     # vllm/model_executor/layers/fused_moe: a CPU's kernel packs the experts in place, and only when
     # they are first loaded: after a reload they would be multiplied as if they were packed.
     "RoutedExperts": ("w13_weight", "w2_weight"),

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from rollout_server.control.draft_folder import quantization, read_config, read_draft_layout
 from rollout_server.vllm.served.served import Config, Served, check_path, check_sizes
@@ -26,10 +26,8 @@ from slipstream.layers import AUX_LAYERS, ambiguous_layers, check_layers, defaul
 logger = logging.getLogger(__name__)
 
 DFLASH_ARCHITECTURE = "DFlashDraftModel"
-_DFLASH_PARTS = ("fc.", "hidden_norm.", "norm.", "layers.")
-_SPECULATORS = "speculators_model_type"
-"""The key in a config.json of the speculators library's layout, whose DFlash drafts have a
-vocabulary and names of their own."""
+SPECULATORS = "speculators_model_type"
+"""The key in a config.json of the speculators library's layout."""
 
 _PARD_TOKEN = "pard_token"
 """The key in a config.json of a PARD draft, which proposes all tokens in one forward pass."""
@@ -211,37 +209,47 @@ class DraftModel(Served):
 class Dflash(Served):
     """A block draft: one forward pass proposes all tokens. Names are those of DFlash's authors.
 
-    Embeddings and lm_head are the verifier's modules, as with MTP heads. Tensors that vLLM derives
-    from the parameters are replaced with them (``served.derived``).
+    Embeddings and lm_head are the verifier's modules, as with MTP heads; a draft with a vocabulary
+    of its own has its own lm_head. Tensors that vLLM derives from the parameters are replaced with
+    them (``served.derived``).
+
+    Attributes:
+        architecture: the class of vLLM that config.json names; speculators' files name theirs.
+        nested: the object in config.json with its mask token and layers; empty: at top level.
+        parts: what the names of its tensors begin with.
     """
 
     name = "dflash"
     follows_policy = ("embed_tokens", "lm_head")
+    architecture: ClassVar[str] = DFLASH_ARCHITECTURE
+    nested: ClassVar[str] = "dflash_config"
+    parts: ClassVar[tuple[str, ...]] = ("fc.", "hidden_norm.", "norm.", "layers.")
 
     def check(self, model_dir: Path, draft_dir: Path) -> None:
         """See ``Served.check``."""
         path = f"{draft_dir / 'config.json'}"
-        next_step = "give a DFlash draft that was trained for this model"
-        other = read_config(draft_dir, "--draft").get(_SPECULATORS)
-        if other is not None:
-            expected = "nothing: DFlash's own"
-            raise RefusedError(f"{path}: {_SPECULATORS}", other, expected, next_step)
+        next_step = f"give a draft of this kind, {self.name}, that was trained for this model"
+        config = read_config(draft_dir, "--draft")
         sizes = ("hidden_size", "vocab_size")
         model, draft = check_sizes(model_dir, draft_dir, sizes, next_step)
-        if draft.get("architectures") != [DFLASH_ARCHITECTURE]:
-            found, expected = draft.get("architectures"), f"{[DFLASH_ARCHITECTURE]}"
-            raise RefusedError(f"{path}: architectures", found, expected, next_step)
-        block, vocab, depth = (
-            draft.get("dflash_config") or {},
-            int(model["vocab_size"]),
-            int(model.get("num_hidden_layers") or 0),
-        )
+        nested, name, first = self.nested, "target_layer_ids", 0
+        names, expected = config.get("architectures"), f"{[self.architecture]}"
+        if SPECULATORS in config:
+            nested, name, first = "", "aux_hidden_state_layer_ids", 1
+            names, expected = config[SPECULATORS], self.name
+        if names not in (self.name, [self.architecture]):
+            field = SPECULATORS if first else "architectures"
+            raise RefusedError(f"{path}: {field}", names, expected, next_step)
+        block, where = config, f"{path}: "
+        if nested:
+            block, where = config.get(nested) or {}, f"{where}{nested}."
+        vocab, depth = int(model["vocab_size"]), int(model.get("num_hidden_layers") or 0)
         mask = block.get("mask_token_id")
         if not isinstance(mask, int) or not 0 <= mask < vocab:
             expected = f"a token of the model, 0 to {vocab - 1}"
-            raise RefusedError(f"{path}: dflash_config.mask_token_id", mask, expected, next_step)
-        field = f"{path}: dflash_config.target_layer_ids"
-        layers = check_layers(block.get("target_layer_ids"), field, next_step, last=depth - 1)
+            raise RefusedError(f"{where}mask_token_id", mask, expected, next_step)
+        last = depth - 1 + first
+        layers = check_layers(block.get(name), f"{where}{name}", next_step, first, last)
         if (draft_dir / "mask_embedding.pt").exists():
             raise RefusedError(
                 f"{draft_dir / 'mask_embedding.pt'}",
@@ -249,13 +257,17 @@ class Dflash(Served):
                 "none: the mask is a token of the model's vocabulary",
                 "leave it out; no stage could replace it",
             )
-        layout = read_draft_layout(draft_dir)
-        others = [name for name in layout if not name.startswith(_DFLASH_PARTS)]
+        layout, parts = read_draft_layout(draft_dir), self.parts
+        rows = int(config.get("draft_vocab_size") or vocab)
+        if rows != vocab:
+            _check_vocabulary(rows, vocab, layout, draft_dir)
+            parts += ("lm_head.", *VOCABULARY_MAPS)
+        others = [name for name in layout if not name.startswith(parts)]
         if others:
             raise RefusedError(
                 f"{draft_dir}: tensors",
                 f"{len(others)} others, such as {others[0]}",
-                f"only {', '.join(f'{part}*' for part in _DFLASH_PARTS)}",
+                f"only {', '.join(f'{part}*' for part in parts)}",
                 "save the draft without embeddings and lm_head: they are the model's",
             )
         width, fc = len(layers) * int(model["hidden_size"]), layout.get("fc.weight")
@@ -263,3 +275,15 @@ class Dflash(Served):
             found = "absent" if fc is None else list(fc.shape)
             expected = f"[{draft['hidden_size']}, {width}] for layers {[*layers]}"
             raise RefusedError(f"{draft_dir}: fc.weight", found, expected, next_step)
+
+
+class Dspark(Dflash):
+    """DFlash's block with a Markov head. vLLM has it on Model Runner V2 alone."""
+
+    name = "dspark"
+    architecture = "Qwen3DSparkModel"
+    parts = (
+        *Dflash.parts,
+        *("markov_head.markov_w1.", "markov_head.markov_w2.", "confidence_head.proj."),
+    )
+    nested, runner_v2 = "", True

@@ -21,11 +21,13 @@ class Served(ABC):
             so no stage of a draft may bring their weights.
         names: prefixes of the draft's tensors in a policy's checkpoint; empty if a policy's
             checkpoint has none.
+        runner_v2: vLLM serves it on Model Runner V2 alone.
     """
 
     name: ClassVar[str]
     follows_policy: ClassVar[tuple[str, ...]] = ()
     names: ClassVar[tuple[str, ...]] = ()
+    runner_v2: ClassVar[bool] = False
 
     def has(self, name: str, config: Config) -> bool:
         """Return whether a tensor of a checkpoint with this config.json is the draft's."""
@@ -67,6 +69,8 @@ def check_sizes(
         for folder, option in ((model_dir, "MODEL"), (draft_dir, "--draft"))
     )
     read_layout(model_dir)
+    # The speculators library nests the sizes.
+    draft = draft.get("transformer_layer_config") or draft
     for name in names:
         if draft.get(name) is None or draft.get(name) != model.get(name):
             field, expected = f"{draft_dir / 'config.json'}: {name}", f"{model.get(name)}"
