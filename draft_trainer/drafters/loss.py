@@ -34,11 +34,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.nn.functional import pad, softplus
+from torch.nn.functional import pad
 
 from draft_trainer.drafters.batch import Batch, ahead, moved
 from draft_trainer.drafters.draft import Draft
-from draft_trainer.drafters.ops import product
+from draft_trainer.drafters.ops import product, rate_prediction
 from draft_trainer.drafters.policy import PolicyHead, policy_logits
 from draft_trainer.kernels import library
 from draft_trainer.kernels.rows import score_rows
@@ -169,8 +169,10 @@ class _SoftTargetLoss(torch.autograd.Function):
             del policy
             to_states = None
             if predictor:
-                found, of_rows = scores[:, rows], row_weights[:, rows]
-                to_states, *parts = _predict(states, found, of_rows, predictor)
+                rates = scores[:, rows, METRICS.index("acceptance")].flatten()
+                weights = row_weights[:, rows].flatten()
+                losses, to_states, *parts = rate_prediction(states, rates, weights, *predictor)
+                scores[:, rows, 0] += losses.view(steps, -1)
                 for total, part in zip(grad_predictor, parts, strict=True):
                     total += part
             if grad_hidden is None:
@@ -184,7 +186,7 @@ class _SoftTargetLoss(torch.autograd.Function):
             flowing = product(gradient, lm_head).unflatten(0, (steps, -1))
             torch.mul(flowing, factor, out=grad_hidden[:, rows])
             if to_states is not None:
-                grad_hidden[:, rows, : to_states.shape[-1]] += to_states
+                grad_hidden[:, rows, : to_states.shape[-1]] += to_states.unflatten(0, (steps, -1))
         sums = (scores * valid[..., None]).sum(1)
         loss = (scores[..., 0] * row_weights).sum()
         ctx.save_for_backward(grad_hidden, grad_lm_head, *grad_predictor)
@@ -202,32 +204,10 @@ class _SoftTargetLoss(torch.autograd.Function):
             for_lm_head = None if grad_lm_head is None else grad_lm_head * grad_loss
             grad_hidden = grad_hidden * grad_loss.to(grad_hidden.dtype)
         if for_lm_head is not None:
-            for_lm_head = pad(for_lm_head.to(grad_hidden.dtype), (ctx.frozen, 0))
+            for_lm_head = for_lm_head.to(grad_hidden.dtype)
+            if ctx.frozen:
+                for_lm_head = pad(for_lm_head, (ctx.frozen, 0))
         return grad_hidden, for_lm_head, *[None] * 5, *(g * grad_loss for g in grad_predictor)
-
-
-def _predict(
-    states: Tensor, scores: Tensor, row_weights: Tensor, predictor: tuple[Tensor, ...]
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Add the loss of the confidence to the scores of [K, R] rows.
-
-    Args:
-        states: [K * R, size].
-        scores: float64 [K, R, len(METRICS)]; changed.
-        row_weights: float32 [K, R], factors of the rows' losses in the gradients.
-        predictor: weight [1, width] and bias [1].
-
-    Returns:
-        The gradients of the states' first columns, [K, R, width], of weight and of bias.
-    """
-    weight, bias = predictor
-    seen = states[:, : weight.shape[1]].to(weight.dtype)
-    logits = seen @ weight[0] + bias
-    rates = scores[..., METRICS.index("acceptance")].flatten().to(logits.dtype)
-    scores[..., 0] += (softplus(logits) - rates * logits).view(scores.shape[:2])
-    slopes = (logits.sigmoid() - rates) * row_weights.flatten()
-    to_states = (slopes[:, None] * weight).unflatten(0, scores.shape[:2])
-    return to_states, (slopes @ seen)[None], slopes.sum()[None]
 
 
 def _score_blocks(
@@ -253,8 +233,6 @@ def _score_blocks(
     Returns:
         float64 [K, R, len(METRICS)].
     """
-    if library.runs_on(logits) and library.runs_on(policy):
-        return score_rows(logits, policy, log_z, inverse_t, target, learns)
     if target in MIXED:
         gradient, losses = torch.zeros_like(logits), []
         for one, factor in MIXED[target].items():
@@ -266,6 +244,8 @@ def _score_blocks(
             logits.copy_(gradient)
         scores[..., 0] = torch.stack(losses).sum(0)
         return scores
+    if library.runs_on(logits) and library.runs_on(policy):
+        return score_rows(logits, policy, log_z, inverse_t, target, learns)
     steps, count, vocab = logits.shape
     scores = torch.empty(steps, count, len(METRICS), dtype=torch.float64, device=logits.device)
     function = compiled_score if learns and compiled_score is not None else score

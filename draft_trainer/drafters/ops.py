@@ -1,4 +1,4 @@
-"""RMSNorm, rotary embedding, SwiGLU and matrix products, each with its own backward pass.
+"""RMSNorm, rotary embedding, SwiGLU, matrix products, a predicted rate: each with its gradient.
 
 The first three have a C kernel for CPUs beside the plain torch that runs everywhere; products in
 float32 on CPUs go through oneDNN, which torch ships but uses for other types only.
@@ -66,6 +66,28 @@ class _RMSNorm(torch.autograd.Function):
         wide = wide * weight
         along = torch.linalg.vecdot(wide, normed).div_(x.shape[-1])[..., None]
         return wide.addcmul_(normed, along, value=-1.0).mul_(scale).to(x.dtype), grad_weight, None
+
+
+def rate_prediction(
+    states: Tensor, rates: Tensor, row_weights: Tensor, weight: Tensor, bias: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The binary cross-entropy to ``rates`` of a linear prediction's sigmoid, and its gradients.
+
+    Args:
+        states: [N, size]; the prediction sees the first columns.
+        rates: [N], from 0 to 1; constants.
+        row_weights: [N], factors of the rows in the gradients.
+        weight: [1, width].
+        bias: [1].
+
+    Returns:
+        The losses, [N], and the gradients of the columns, [N, width], of weight and of bias.
+    """
+    seen, rates = states[:, : weight.shape[1]].to(weight.dtype), rates.to(weight.dtype)
+    logits = seen @ weight[0] + bias
+    slopes = (logits.sigmoid() - rates) * row_weights
+    losses = F.softplus(logits) - rates * logits
+    return losses, slopes[:, None] * weight, (slopes @ seen)[None], slopes.sum()[None]
 
 
 def rotate_heads(x: Tensor, count: int, cos: Tensor, sin: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """Makes an example's draft of any mechanism: begins, and warms it up on the policy's rollouts.
 
 An EAGLE-3 draft begins as ``draft-trainer warmup`` makes it, with the commonest tokens of the
-rollouts as its vocabulary; a DFlash draft with a mask that the task's vocabulary leaves over; an
+rollouts as its vocabulary; a block draft with a mask that the task's vocabulary leaves over; an
 MTP head with random weights, beside the policy in Qwen3-Next's notation; a draft model with the
 policy's first layers. A block draft is trained with as many places as it is served with, because
 their number is a part of the function. Two cores need some minutes.
@@ -33,7 +33,9 @@ from examples.task import Task
 AUX_LAYERS = (2, 5, 7)
 DRAFT_LENGTH = 3
 LAYERS = 2
-"""The layers of a new DFlash draft, and of a draft model."""
+"""The layers of a new block draft, and of a draft model."""
+MARKOV_RANK = 32
+"""The rank of a new DSpark draft's Markov head: a quarter of the vocabulary."""
 
 
 def write_rollouts(task: Task[Any], policy: Path, path: Path, count: int, seed: int) -> Path:
@@ -66,7 +68,16 @@ def initial(kind: str, policy: Path, folder: Path, seed: int, parallel: bool = F
     if kind == "draft_model":
         return first_layers(policy, out, LAYERS, VOCAB_SIZE - 1 if parallel else None)
     aux = ",".join(map(str, AUX_LAYERS))
-    shape = ("--mask-token", VOCAB_SIZE - 1, "--layers", LAYERS, "--aux-layers", aux)
+    shape: tuple[object, ...] = (
+        "--mask-token",
+        VOCAB_SIZE - 1,
+        "--layers",
+        LAYERS,
+        "--aux-layers",
+        aux,
+    )
+    if kind == "dspark":
+        shape += ("--markov-rank", MARKOV_RANK)
     run("init", "--policy", policy, "--draft-kind", kind, *shape, "--seed", seed, "--out", out)
     return out
 
@@ -133,7 +144,7 @@ def main(
         folder = Path(name)
         file = write_rollouts(task, policy, folder / "rollouts.jsonl", options.rollouts, seed)
         config = configuration(
-            folder, epochs, options.threads, block=kind == "dflash" or options.parallel
+            folder, epochs, options.threads, block=kind in ("dflash", "dspark") or options.parallel
         )
         if kind == "mtp":
             policy = policy_with_mtp(policy, folder / "policy")

@@ -1,5 +1,5 @@
 """Patches for bugs of vLLM: six change what is generated, one what is returned, four let a request
-end the engine, one serialises requests.
+end the engine, one serialises requests, one costs acceptance.
 
 **A shared lm_head.** If the draft's lm_head equals the verifier's when vLLM loads it, which is the
 usual initialisation of a draft, vLLM drops the draft's and points it at the verifier's. The next
@@ -69,6 +69,11 @@ pack so; https://github.com/vllm-project/vllm/issues/42821 is about the same kin
 and output to take it. On few cores they get it only once the engine has nothing to do: requests
 that arrive together are served one after the other, and answers wait for the last one.
 https://github.com/vllm-project/vllm/pull/29813 (closed unmerged) has the sleep that ends it.
+
+**Keys of a block draft's context on CPUs.** ``_normalize_context_k`` gives one weight per layer to
+``rms_norm``, which knows that of GPUs only: a CPU's kernel takes the first layer's for all, without
+an error. https://github.com/vllm-project/vllm/pull/46761 brought it, and
+https://github.com/vllm-project/vllm/pull/56431 mended it for XPUs alone. 0.32 has it.
 """
 
 from __future__ import annotations
@@ -82,6 +87,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.functional import rms_norm
 
 from rollout_server.vllm.versions import older
 
@@ -121,8 +127,10 @@ def install() -> None:
             ParallelLMHead,
             UnquantizedEmbeddingMethod,
         )
+        from vllm.model_executor.models.qwen3_dflash import DFlashQwen3Model
         from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
+        norm_context_by_layer(DFlashQwen3Model)
         keep_seeds_over_prefill(GPUModelRunner)
         repair_sampler(rejection_sampler)
         let_threads_run(shm_broadcast)
@@ -474,3 +482,15 @@ def keep_convolution(method_class: type) -> None:
             memory.copy_(plain.view_as(memory))
 
     method_class.process_weights_after_loading = process_weights_after_loading  # type: ignore[attr-defined]
+
+
+def norm_context_by_layer(model_class: type) -> None:
+    """Have a block draft norm its context's keys, [L, N, kv_heads, D], layer by layer."""
+    if not hasattr(model_class, "_normalize_context_k"):
+        return  # A vLLM from before it normed those of all layers at once.
+
+    def normalize(self: Any, keys: torch.Tensor) -> torch.Tensor:
+        pairs = zip(keys, self._k_norm_weights, strict=True)
+        return torch.stack([rms_norm(k, k.shape[-1:], w, self._rms_norm_eps) for k, w in pairs])
+
+    model_class._normalize_context_k = normalize

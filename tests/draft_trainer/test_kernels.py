@@ -50,7 +50,7 @@ def _scored(
 
 
 @compiled
-@pytest.mark.parametrize("target", ["kl", "tv", "lk"])
+@pytest.mark.parametrize("target", ["kl", "tv", "lk", "dspark"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_kernel_scores_and_gradients_match_torch(target: Target, dtype: torch.dtype) -> None:
     scores, after = _scored("on", dtype, target, learns=True)

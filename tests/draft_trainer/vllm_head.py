@@ -28,9 +28,10 @@ from vllm.distributed.parallel_state import (
 from vllm.engine.arg_utils import EngineArgs
 from vllm.forward_context import set_forward_context
 from vllm.model_executor.model_loader import get_model
+from vllm.model_executor.models.qwen3_dflash import DFlashQwen3Model
 from vllm.v1.worker.gpu.spec_decode.utils import get_parallel_drafting_token_id
 
-from rollout_server.vllm.patches import allow_dense_qwen3_next
+from rollout_server.vllm.patches import allow_dense_qwen3_next, norm_context_by_layer
 
 
 class _OneSequence(nn.Module):
@@ -265,6 +266,7 @@ def main(job: dict[str, object]) -> None:
     # vLLM collects garbage twice for each model, a second each time among all that it imports.
     gc.freeze()
     allow_dense_qwen3_next()
+    norm_context_by_layer(DFlashQwen3Model)
     with tempfile.NamedTemporaryFile() as rendezvous:
         init_distributed_environment(1, 0, f"file://{rendezvous.name}", 0, "gloo")
         for draft in job["drafts"]:  # type: ignore[attr-defined]

@@ -375,6 +375,26 @@ def test_requests_that_end_engine_are_refused() -> None:
         assert Processor(v2=True, drafts=True).process_inputs("r", params)
 
 
+def test_block_draft_norms_context_by_each_layers_weight() -> None:
+    """The first half fails on a vLLM whose CPU kernel does: then the workaround can go."""
+    from vllm.model_executor.models.qwen3_dflash import DFlashQwen3Model
+
+    generator = torch.Generator().manual_seed(0)
+    keys = torch.randn(2, 5, 3, 8, generator=generator)
+    weights = torch.rand(2, 8, generator=generator) + 0.5
+    normed = keys * (keys.square().mean(-1, keepdim=True) + 1e-6).rsqrt()
+    model = types.SimpleNamespace(_k_norm_weights=weights, _rms_norm_eps=1e-6)
+    theirs = DFlashQwen3Model._normalize_context_k(model, keys)
+    torch.testing.assert_close(theirs, normed * weights[0])
+
+    class Ours:
+        _normalize_context_k = DFlashQwen3Model._normalize_context_k
+
+    vllm_patches.norm_context_by_layer(Ours)
+    found = Ours._normalize_context_k(model, keys)  # type: ignore[arg-type]
+    torch.testing.assert_close(found, normed * weights[:, None, None])
+
+
 def test_patches_apply_once_per_process(monkeypatch: pytest.MonkeyPatch) -> None:
     patched: list[object] = []
     for module in (worker, engine_core, vllm_patches):
