@@ -397,9 +397,9 @@ class TrainerConfig(Section):
     @classmethod
     def _target_of_the_mechanism(cls, given: Any) -> Any:
         sections = given if isinstance(given, Mapping) else {}
-        draft, training = sections.get("draft"), sections.get("training", {})
-        own = isinstance(draft, Mapping) and draft.get("kind") == "dspark"
-        if own and isinstance(training, Mapping):
+        draft, training = (sections.get(name, {}) for name in ("draft", "training"))
+        mappings = isinstance(draft, Mapping) and isinstance(training, Mapping)
+        if mappings and draft.get("kind") == "dspark":
             return {**sections, "training": {"target": "dspark", **training}}
         return given
 

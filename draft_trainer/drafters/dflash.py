@@ -57,8 +57,7 @@ _AROUND = (
     *("markov_rank", "markov_head_type", "block_size", "use_aux_hidden_state"),
     *("enable_confidence_head", "confidence_head_with_markov"),
 )
-"""The fields that speculators writes beside the nested ones, and vLLM passes on if they are not
-null."""
+"""The fields that speculators writes beside the nested ones, as far as vLLM passes them on."""
 _FIXED_VALUES: dict[str, tuple[Any, ...]] = {
     "model_type": ("qwen3",),
     "hidden_act": ("silu", None),

@@ -88,10 +88,8 @@ class Draft(nn.Module, ABC):
         lm_head: maps ``normed`` outputs to draft-vocabulary logits; None: the policy's, which
             follows its version and is not trained.
         confidence: predicts the logit of a step's acceptance rate from its ``normed`` output, or
-            from the first part of it; in the parameters' own type, trained, and used by vLLM's
-            adaptive verification alone. None in most mechanisms.
-        frozen: columns of ``lm_head_rows``, the first ones, that are the policy's beside trained
-            ones.
+            from the first columns of it; None in most mechanisms.
+        frozen: the first columns of ``lm_head_rows`` that are the policy's, beside trained ones.
 
     Args:
         draft_vocab_ids: int [draft_vocab], the target id of every draft id; None for the full

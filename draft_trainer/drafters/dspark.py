@@ -5,24 +5,21 @@ The block and its layers are ``drafters.dflash``. With h the output of step s, i
     lm_head . h + w2 . w1[x],    x = x_{i+1+s}, the token before the proposed one:
 
 the sampled token at step 0, and the proposal of the step before it at every later one. vLLM runs
-the layers once and samples the steps one after the other (``v1/worker/gpu/spec_decode/dspark/``,
-``model_executor/models/qwen3_dspark.py``). It does so on Model Runner V2 alone. The sum is one
+the layers once and samples the steps in turn, on Model Runner V2 alone
+(``v1/worker/gpu/spec_decode/dspark/``, ``model_executor/models/qwen3_dspark.py``). The sum is one
 product, that of [h, w1[x]] and [lm_head, w2]: ``unroll`` yields these pairs, so loss and acceptance
 are those of any draft. Teacher forcing on a recording stays exact: where a step counts, all before
-it were accepted, so the x that it was conditional on is the recorded token.
-
-In the layout of the authors the place of the sampled token proposes as well, and the block has
-K - 1 masks. Where config.json has ``sample_from_anchor: false``, it is DFlash's, with K masks.
+it were accepted, so x is the recorded token. The place of the sampled token proposes as well, with
+K - 1 masks behind it; with ``sample_from_anchor: false`` it does not, and K follow, as in DFlash.
 
 The confidence head predicts the acceptance rate A of a step from [h, w1[x]], or from h alone. vLLM
-uses it for ``enable_adaptive_verification`` and for nothing else: no proposal depends on it.
+uses it for ``enable_adaptive_verification`` alone: no proposal depends on it.
 
-Objective: DSpark (arXiv 2607.05147), as its authors' ``deepspec/modeling/dspark/loss.py`` (DeepSpec
-afdfa7c) has it: 0.1 times the cross-entropy of the sampled token, 0.9 times the L1 distance of
-draft and policy, and the binary cross-entropy of the confidence to A, which gets no gradient.
-``drafters.loss`` has the first two as ``dspark``, with the mean of the cross-entropy over the
-policy's own distribution. Theirs weights steps by exp(-s / 4); here it is
-``training.step_weight_decay`` to the power s. speculators 0.9 halves the L1 distance.
+Objective: DSpark (arXiv 2607.05147) as in ``deepspec/modeling/dspark/loss.py`` of its authors'
+DeepSpec (afdfa7c): 0.1 times the cross-entropy of the sampled token, 0.9 times the L1 distance of
+draft and policy, and the binary cross-entropy of the confidence to A, a constant there. Here
+(``drafters.loss``, ``dspark``) the cross-entropy is its mean over the policy's distribution, and
+steps weigh ``training.step_weight_decay`` ** s, not exp(-s / 4). speculators 0.9 halves the L1.
 """
 
 from __future__ import annotations
@@ -87,11 +84,10 @@ class DsparkConfig(DflashConfig):
         """
         flat = flattened(document, DsparkHead.kind, ARCHITECTURE)
         _refuse.other_values(flat, _FIXED_VALUES)
-        rank = size_of(flat, "markov_rank", "the draft's")
         return cls(
             **block_shape(flat, ARCHITECTURE, flat, ""),
             sample_from_anchor=flat.get("sample_from_anchor") is not False,
-            markov_rank=rank,
+            markov_rank=size_of(flat, "markov_rank", "the draft's"),
             confidence=flat.get("enable_confidence_head") is True,
             confidence_with_markov=flat.get("confidence_head_with_markov") is True,
             document=dict(document),
@@ -118,18 +114,17 @@ class DsparkHead(DflashHead):
         }
         self.markov_head = nn.ModuleDict(markov)
         self.frozen = self.size if config.full_vocabulary else 0
+        heads = {}
         if config.confidence:
-            proj = nn.Linear(self.size + rank * config.confidence_with_markov, 1)
-            nn.init.zeros_(proj.bias)
-            self.confidence_head = nn.ModuleDict({"proj": proj})
+            heads["proj"] = nn.Linear(self.size + rank * config.confidence_with_markov, 1)
+            nn.init.zeros_(heads["proj"].bias)
+        self.confidence_head = nn.ModuleDict(heads)
 
     @property
     def confidence(self) -> nn.Linear | None:  # type: ignore[override]
         """See ``Draft``."""
-        if "confidence_head" not in self._modules:
-            return None
-        proj = self.confidence_head["proj"]
-        assert isinstance(proj, nn.Linear)
+        proj = self.confidence_head["proj"] if self.confidence_head else None
+        assert proj is None or isinstance(proj, nn.Linear)
         return proj
 
     def unroll(self, batch: Batch, steps: int, first_anchor: int = 0) -> Iterator[Tensor]:

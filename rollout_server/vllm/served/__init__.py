@@ -75,15 +75,15 @@ def _block_kind(config: Mapping[str, Any], kind: str | None, draft_dir: Path) ->
     """
     found = config.get("architectures")
     names = [*map(str, found)] if isinstance(found, list) else []
-    blocks = [served for served in SERVED.values() if isinstance(served, Dflash)]
     field = f"{draft_dir / 'config.json'}: architectures"
-    for served in blocks:
-        if config.get(SPECULATORS, served.name) == served.name and (
-            SPECULATORS in config or served.architecture in names
-        ):
+    for served in SERVED.values():
+        if not isinstance(served, Dflash):
+            continue
+        said = served.architecture in names
+        if config.get(SPECULATORS) == served.name if SPECULATORS in config else said:
             if kind not in (None, served.name):
-                found = served.architecture
-                raise RefusedError(field, found, f"{kind}, as asked for", "leave --draft-kind out")
+                expected = f"{kind}, as asked for"
+                raise RefusedError(field, served.architecture, expected, "leave --draft-kind out")
             return served.name
     for name in names:
         if _NOT_SWAPPED.search(name.lower()):
