@@ -240,7 +240,7 @@ def test_dspark_unsupported_config_is_refused(
 
 
 def test_dspark_gated_head_is_refused_by_its_tensors(tmp_path: Path) -> None:
-    """Where config.json does not say the head's type, which vLLM does not read either."""
+    """The config.json does not say the head's type, and vLLM does not read it there."""
     head = dspark_head(markov_head_type=None)
     folder = write(tmp_path / "draft", head, **{"markov_head.gate_proj.weight": torch.ones(6, 22)})
     with pytest.raises(RefusedError, match=r"unknown .*markov_head\.gate_proj"):

@@ -13,12 +13,13 @@ from torch import Tensor
 from draft_trainer.drafters.batch import Batch
 from draft_trainer.drafters.dflash import DflashConfig, DflashHead
 from draft_trainer.drafters.draft import Draft
+from draft_trainer.drafters.dspark import DsparkConfig, DsparkHead
 from draft_trainer.drafters.eagle3.config import HeadConfig
 from draft_trainer.drafters.eagle3.head import Eagle3Head
 from draft_trainer.drafters.expected_acceptance import step_acceptance
-from draft_trainer.drafters.loss import step_weights, ttt_objective, valid_targets
+from draft_trainer.drafters.loss import Target, step_weights, ttt_objective, valid_targets
 from draft_trainer.drafters.policy import PolicyHead, PolicyHeads
-from tests.draft_trainer.synthetic import dflash_document
+from tests.draft_trainer.synthetic import dflash_document, dspark_document
 from tests.gpu.emulation import Counts
 
 GB = 1e9
@@ -70,20 +71,27 @@ def _batch(rows: int, tokens: int, draft_vocab: int, temperature: float) -> Batc
     )
 
 
-def _dflash() -> DflashHead:
-    """Five layers, of the same sizes."""
+def _block(kind: str) -> DflashHead:
+    """Five layers, of the same sizes; a Markov head of rank 256."""
     sizes = {"hidden_size": HIDDEN, "intermediate_size": 12_288, "head_dim": 128}
     heads = {"num_attention_heads": 32, "num_key_value_heads": 8}
     nested = {"mask_token_id": VOCAB - 1, "target_layer_ids": [1, 17, 32]}
-    document = dflash_document(
-        **sizes, **heads, num_hidden_layers=5, vocab_size=VOCAB, dflash_config=nested
-    )
+    document = {**sizes, **heads, "num_hidden_layers": 5, "vocab_size": VOCAB}
     with torch.device("meta"):
+        if kind == "dspark":
+            document = dspark_document(**document, **nested, markov_rank=256)
+            return DsparkHead(DsparkConfig.from_dict(document))
+        document = dflash_document(**document, dflash_config=nested)
         return DflashHead(DflashConfig.from_dict(document))
 
 
 def _pass(
-    rows: int, tokens: int, draft_vocab: int, temperature: float = 1.0, head: Draft | None = None
+    rows: int,
+    tokens: int,
+    draft_vocab: int,
+    temperature: float = 1.0,
+    head: Draft | None = None,
+    target: Target = "kl",
 ) -> Counts:
     """One pass forward and backward of a trainer that has made one before."""
     head = head or _head(draft_vocab)
@@ -97,6 +105,7 @@ def _pass(
                 valid_targets(batch, STEPS),
                 weights=step_weights(STEPS, 0.8),
                 compute_dtype=torch.bfloat16,
+                target=target,
             )
             outcome.loss.backward()
         head.zero_grad(set_to_none=True)
@@ -121,12 +130,18 @@ def test_full_vocabulary_training_pass_fits_beside_policy() -> None:
     assert counts.peak_bytes <= 10.5 * GB
 
 
-def test_dflash_training_pass_waits_for_nothing() -> None:
-    """Six places of five layers for each of 2,048 tokens."""
-    counts = _pass(1, 2048, VOCAB, head=_dflash())
+@pytest.mark.parametrize(
+    ("kind", "target", "launches", "peak"),
+    [("dflash", "kl", 2600, 16), ("dspark", "dspark", 2750, 18)],
+)
+def test_block_training_pass_waits_for_nothing(
+    kind: str, target: Target, launches: int, peak: float
+) -> None:
+    """Six places, or DSpark's five, of five layers for each of 2,048 tokens."""
+    counts = _pass(1, 2048, VOCAB, head=_block(kind), target=target)
     assert counts.waits == 0
-    assert counts.launches <= 2600
-    assert counts.peak_bytes <= 16 * GB
+    assert counts.launches <= launches
+    assert counts.peak_bytes <= peak * GB
 
 
 @pytest.mark.parametrize(
