@@ -1,18 +1,21 @@
-"""The places in other frameworks that the recipes name, where installed.
+"""The places in other frameworks that the recipes name and import, where installed.
 
 A framework is read, not imported: most need a GPU's libraries for that. What moved in a new version
-fails here by name. Packages for one run: ``pip install --no-deps --target DIR verl skyrl openrlhf``
-and ``PYTHONPATH=DIR``; prime-rl is on no index: the ``src`` folder of its repository.
+fails here by name. Packages for one run: ``pip install --no-deps --target DIR verl openrlhf
+megatron-core``, SkyRL's with ``--python-version 3.12 --only-binary :all:``, and ``PYTHONPATH=DIR``;
+prime-rl and NeMo RL are on no index: the ``src`` folder of the one's repository, the other's own.
 """
 
 from __future__ import annotations
 
 import ast
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
+
+from tests.docs.test_snippet_imports import FRAMEWORKS, SNIPPETS
 
 VERL_WORKER = "verl/workers/engine_workers.py"
 VERL_ENGINE = "verl/workers/engine/fsdp/transformer_impl.py"
@@ -22,6 +25,8 @@ SKYRL_FSDP = "skyrl/backends/skyrl_train/workers/fsdp/fsdp_worker.py"
 OPENRLHF_ACTOR = "openrlhf/trainer/ray/ppo_actor.py"
 PRIME_LOOP = "prime_rl/trainer/rl/train.py"
 PRIME_FILES = "prime_rl/transports/weights/filesystem.py"
+NEMO_WORKERS = "nemo_rl/models/policy/workers"
+NEMO_MEGATRON = f"{NEMO_WORKERS}/megatron_policy_worker.py"
 TRL_ASYNC = "trl/experimental/async_grpo/async_grpo_trainer.py"
 
 Hook = tuple[str, str, tuple[str, ...]]
@@ -45,7 +50,9 @@ HOOKS: Sequence[Hook] = (
      ("inference_engine_client", "inference_engine_cfg", "model_id")),
     (SKYRL_FSDP, "FSDPPolicyWorkerBase.init_weight_sync_state",
      ("inference_engine_client", "inference_engine_cfg")),
-    (SKYRL_FSDP, "FSDPWeightExtractor.extract_weights", ("dtype",)),
+    (SKYRL_FSDP, "FSDPPolicyWorkerBase._build_weight_source", ("dtype", "backend")),
+    ("skyrl/backends/skyrl_train/weight_sync/sources.py", "FsdpWeightSource.__iter__", ()),
+    ("skyrl/train/entrypoints/main_base.py", "BasePPOExp._setup_trainer", ()),
     (OPENRLHF_ACTOR, "PolicyModelActor.init_model_from_pretrained",
      ("strategy", "pretrain", "max_steps", "vllm_engines")),
     ("openrlhf/trainer/ray/vllm_engine.py", "RolloutRayActor.generate",
@@ -69,6 +76,14 @@ HOOKS: Sequence[Hook] = (
     ("prime_rl/utils/weights.py", "convert_state_dict_to_hf", ("model", "state_dict")),
     ("prime_rl/utils/weights.py", "resolve_fqn", ("model", "key")),
     ("prime_rl/utils/client.py", "update_weights", ("admin_clients", "weight_dir")),
+    (NEMO_MEGATRON, "MegatronPolicyWorkerImpl.get_logprobs",
+     ("data", "micro_batch_size", "require_router_replay")),
+    (NEMO_MEGATRON, "MegatronPolicyWorkerImpl.get_reference_policy_logprobs", ()),
+    (NEMO_MEGATRON, "MegatronPolicyWorkerImpl._iter_params_with_optional_kv_scales", ()),
+    (f"{NEMO_WORKERS}/dtensor_policy_worker_v2.py", "DTensorPolicyWorkerV2Impl.get_logprobs",
+     ("data", "micro_batch_size")),
+    (f"{NEMO_WORKERS}/dtensor_policy_worker_v2.py", "dtensor_params_generator", ()),
+    ("nemo_rl/models/megatron/data.py", "get_microbatch_iterator", ()),
     ("trl/trainer/grpo_trainer.py", "GRPOTrainer._generate", ()),
     ("trl/trainer/grpo_trainer.py", "GRPOTrainer._get_per_token_logps_and_entropies", ()),
     (TRL_ASYNC, "AsyncGRPOTrainer.__init__", ("rollout_worker", "weight_transfer")),
@@ -84,7 +99,7 @@ TEXTS: Sequence[tuple[str, str]] = (
     (VERL_WORKER, "self.actor.infer_batch(data)"),
     (VERL_WORKER, "self.actor.train_mini_batch(data=data)"),
     (VERL_ROLLOUTS, 'field["extra_fields"].get("min_global_steps")'),
-    (SKYRL_FSDP, "self.weight_extractor ="),
+    (SKYRL_FSDP, "PolicyWorker = ray.remote(num_gpus=1)(FSDPPolicyWorkerBase)"),
     (PRIME_LOOP, "weight_broadcast = setup_weight_broadcast("),
     (PRIME_LOOP, "dataloader = DataLoader("),
     (PRIME_LOOP, "out = forward("),
@@ -128,3 +143,32 @@ def test_recipe_hook_exists_in_framework(file: str, name: str, parameters: tuple
 def test_recipe_replaced_call_exists_in_framework(file: str, text: str) -> None:
     path = folder_of(file.partition("/")[0]) / file
     assert text in path.read_text(encoding="utf-8"), f"{file}: no {text}"
+
+
+def imports() -> Iterator[tuple[str, str]]:
+    """Module and name of each thing that a recipe imports from a framework."""
+    for snippet in SNIPPETS.values():
+        for node in ast.walk(ast.parse(snippet)):
+            module = node.module if isinstance(node, ast.ImportFrom) else None
+            if module is not None and module.partition(".")[0] in FRAMEWORKS:
+                yield from ((module, alias.name) for alias in node.names)
+
+
+def names_of(path: Path) -> set[str]:
+    """Return the names at the top of a source file: made there, or imported."""
+    found = set()
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            found |= {alias.asname or alias.name for alias in node.names}
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            found.add(node.name)
+    return found
+
+
+@pytest.mark.parametrize(("module", "name"), sorted({*imports()}))
+def test_recipe_import_exists_in_framework(module: str, name: str) -> None:
+    path = folder_of(module.partition(".")[0]) / module.replace(".", "/")
+    inside = (path / f"{name}.py", path / name / "__init__.py")
+    files = [each for each in (path / "__init__.py", path.with_suffix(".py")) if each.is_file()]
+    assert files, f"{module} moved"
+    assert any(map(Path.is_file, inside)) or name in names_of(files[0]), f"{module}: no {name}"
