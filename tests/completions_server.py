@@ -11,11 +11,12 @@ from typing import Any
 
 
 class Completions(BaseHTTPRequestHandler):
-    """Answers each request with what ``answer`` says, or 400 and ``refusal``, and with ``extra``'s
-    headers; and says which models are ``served``."""
+    """Answers each request with what ``answer`` says and ``beside``, or 400 and ``refusal``, and
+    with ``extra``'s headers; and says which models are ``served``."""
 
     served: Sequence[str] = ()
     extra: Mapping[str, str] = {}
+    beside: Mapping[str, Any] = {}
     refusal: bytes = b""
 
     def answer(self, body: dict[str, Any]) -> tuple[int, list[dict[str, Any]]]:
@@ -26,7 +27,7 @@ class Completions(BaseHTTPRequestHandler):
         status, choices = self.answer(
             json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         )
-        data = json.dumps({"choices": choices}).encode()
+        data = json.dumps({"choices": choices, **self.beside}).encode()
         if self.refusal:
             status, data = 400, self.refusal
         self._send(status, data)

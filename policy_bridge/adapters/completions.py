@@ -32,11 +32,15 @@ class Completion:
             ``--logprobs-mode processed_logprobs``.
         spans: first token and policy version of each stretch of tokens that one version sampled,
             in order; a version is None until one was pushed. Empty where the server does not say.
+        acceptance_length: mean number of tokens per verification step, by vLLM's count of this
+            request; None where nothing was drafted or the server does not say. It does with
+            ``--per-request-spec-decode-metrics summary`` (vLLM 0.32), for a request of one sample.
     """
 
     token_ids: list[int]
     logprobs: list[float | None]
     spans: tuple[tuple[int, int | None], ...] = ()
+    acceptance_length: float | None = None
 
     @property
     def oldest_version(self) -> int | None:
@@ -105,7 +109,9 @@ class CompletionsClient(AbstractContextManager["CompletionsClient"]):
     ) -> list[Completion]:
         """Generate one completion of each prompt, all at once.
 
-        Equal neighbours go as one request, greedy ones (``temperature`` 0) as one each.
+        Equal neighbours go as one request, greedy ones (``temperature`` 0) as one each. Of a
+        request for several samples vLLM gives no ``acceptance_length``: keep equal prompts apart
+        where it is wanted.
 
         Args:
             prompts: token ids; a prompt is repeated for each completion wanted.
@@ -161,9 +167,10 @@ class CompletionsClient(AbstractContextManager["CompletionsClient"]):
         if answer.status_code == httpx.codes.BAD_REQUEST:
             raise _refusal(answer, sampling)
         answer.raise_for_status()
-        found = answer.json()["choices"]
+        document = answer.json()
+        found, length = document["choices"], _acceptance_length(document)
         choices = [
-            _completion(choice, spans)
+            _completion(choice, spans, length)
             for choice, spans in zip(found, _spans(answer.headers, len(found)), strict=True)
         ]
         if len(choices) != samples:
@@ -203,7 +210,25 @@ def _spans(headers: httpx.Headers, samples: int) -> list[tuple[tuple[int, int | 
         raise RefusedError(_VERSIONS, clean(text, 64), expected, step) from error
 
 
-def _completion(choice: Mapping[str, Any], spans: tuple[tuple[int, int | None], ...]) -> Completion:
+def _acceptance_length(document: Mapping[str, Any]) -> float | None:
+    """vLLM's count for the one sample of an answer; None where it is not there or of no step.
+
+    Raises RefusedError: it has another shape; vLLM calls it experimental.
+    """
+    told = None
+    try:
+        told = (document.get("metrics") or {}).get("speculative_decoding")
+        return float(told["mean_acceptance_length"]) if told and told["num_spec_steps"] else None
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        expected = "num_spec_steps and mean_acceptance_length, as vLLM 0.32 has them"
+        step = "start the server without --per-request-spec-decode-metrics"
+        field = "metrics.speculative_decoding"
+        raise RefusedError(field, clean(str(told), 64), expected, step) from error
+
+
+def _completion(
+    choice: Mapping[str, Any], spans: tuple[tuple[int, int | None], ...], length: float | None
+) -> Completion:
     """One choice of the answer, checked: a missing log-probability must not shift the rest."""
     tokens = choice.get("token_ids")
     logprobs = (choice.get("logprobs") or {}).get("token_logprobs")
@@ -214,4 +239,4 @@ def _completion(choice: Mapping[str, Any], spans: tuple[tuple[int, int | None], 
             "one log-probability for each of at least one token id",
             "serve with rollout-server; vLLM before 0.11 does not return token ids",
         )
-    return Completion(list(tokens), list(logprobs), spans)
+    return Completion(list(tokens), list(logprobs), spans, length)

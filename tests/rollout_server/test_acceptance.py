@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from policy_bridge.adapters.completions import CompletionsClient
 from rollout_server.control.acceptance_counts import (
     KEPT_DRAFTS,
     KEPT_VERSIONS,
@@ -16,7 +18,9 @@ from rollout_server.control.acceptance_counts import (
     tried,
 )
 from rollout_server.vllm import api_server as app
+from slipstream.errors import RefusedError
 from slipstream.readiness import not_ready_text
+from tests.completions_server import Completions, choice, serving
 
 
 @pytest.fixture
@@ -179,3 +183,34 @@ def test_acceptance_guard_starts_new_window_on_commit() -> None:
     assert not guard.check(3, 1), "the same release, committed again"
     tracker.record(9, 27, 0, [0, 0, 0])
     assert not guard.check(3, 1)
+
+
+def test_completion_has_vllms_count_of_its_request() -> None:
+    """In the shape of vLLM's own classes; one whose shape is another is refused."""
+    from vllm.entrypoints.generate.base import protocol
+    from vllm.v1.metrics.stats import RequestSpecDecodeMetrics
+
+    class Counted(Completions):
+        def answer(self, body: dict[str, Any]) -> tuple[int, list[dict[str, Any]]]:
+            return 200, [choice([5, 6], [-1.0, -2.0])]
+
+    def found(metrics: Any) -> float | None:
+        handler = type("Handler", (Counted,), {"beside": {"metrics": metrics}})
+        with (
+            serving(handler) as port,
+            CompletionsClient([f"http://127.0.0.1:{port}"], "policy") as client,
+        ):
+            return client.generate([[1, 2]], {})[0].acceptance_length
+
+    def told(counted: RequestSpecDecodeMetrics) -> Any:
+        speculative = protocol.SpeculativeDecodingMetrics(**counted.to_dict())
+        return protocol.PerRequestMetrics(speculative_decoding=speculative).model_dump()
+
+    counted = RequestSpecDecodeMetrics.new(3)
+    assert found(told(counted)) is None, "no step verified a draft"
+    counted.observe(num_draft_tokens=3, num_accepted=3)
+    counted.observe(num_draft_tokens=3, num_accepted=0)
+    assert found(told(counted)) == 2.5
+    assert found(None) is None and found(protocol.PerRequestMetrics().model_dump()) is None
+    with pytest.raises(RefusedError, match=r"metrics\.speculative_decoding: found .*steps"):
+        found({"speculative_decoding": {"steps": 2}})
