@@ -24,11 +24,15 @@ _ADVICE = "give the model's folder as Hugging Face save_pretrained writes it"
 _TIED = "tie_word_embeddings"
 _PREFIXES = (
     *("", "model.", "model.language_model.", "language_model.", "language_model.model."),
-    "backbone.",
+    *("backbone.", "gpt_neox."),
 )
-# The second ones are Nemotron-H's, the third LFM2's.
-_EMBEDDINGS = ("embed_tokens.weight", "embeddings.weight")
-_NORMS = ("norm.weight", "norm_f.weight", "embedding_norm.weight")
+# Most policies' first; then Nemotron-H's, LFM2's, Phi-2's and Falcon-H1's, GPT-NeoX's.
+_EMBEDDINGS = ("embed_tokens.weight", "embeddings.weight", "embed_in.weight")
+_NORMS = (
+    *("norm.weight", "norm_f.weight", "embedding_norm.weight", "final_layernorm.weight"),
+    "final_layer_norm.weight",
+)
+_HEADS = ("lm_head.weight", "embed_out.weight")
 
 
 @dataclass(frozen=True)
@@ -92,9 +96,7 @@ def read_policy(directory: Path) -> PolicyCheckpoint:
     config = read_policy_config(directory)
     vocab, hidden = (size_of(config, name) for name in ("vocab_size", "hidden_size"))
     names = read_layout(directory).keys()
-    heads = ["lm_head.weight"]
-    if config[_TIED]:
-        heads += _EMBEDDINGS
+    heads = (*_HEADS, *(_EMBEDDINGS if config[_TIED] else ()))
     return PolicyCheckpoint(
         config,
         _tensor(directory, names, heads, [vocab, hidden]),
