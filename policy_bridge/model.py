@@ -144,11 +144,15 @@ def as_stored(model: nn.Module | None, tensors: dict[str, torch.Tensor]) -> dict
         inner.__dict__["_weight_conversions"] = loaded
 
 
+_ROUTER_BIASES = {"e_score_correction_bias", "expert_bias"}
+
+
 def kept_wide(model: nn.Module | None, tensors: Mapping[str, torch.Tensor]) -> set[str]:
     """Names of float32 tensors that stay float32 where the policy's weights are narrower.
 
-    All of them if most of the floating values are narrower already; otherwise those that a
-    transformers model keeps in float32 whatever type it is loaded in.
+    All of them if most of the floating values are narrower already; otherwise routers' biases,
+    which vLLM keeps in float32, and those that a transformers model keeps in float32 whatever type
+    it is loaded in.
     """
     floats = [tensor for tensor in tensors.values() if tensor.is_floating_point()]
     narrow = sum(tensor.numel() for tensor in floats if tensor.dtype.itemsize < 4)
@@ -156,7 +160,7 @@ def kept_wide(model: nn.Module | None, tensors: Mapping[str, torch.Tensor]) -> s
     if 2 * narrow <= sum(tensor.numel() for tensor in floats):
         modules = model.modules() if model is not None else ()
         named = (getattr(module, "_keep_in_fp32_modules_strict", None) for module in modules)
-        parts = {part for some in named for part in some or ()}
+        parts = {part for some in named for part in some or ()} | _ROUTER_BIASES
     return {
         name
         for name, tensor in tensors.items()

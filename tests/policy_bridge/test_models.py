@@ -195,22 +195,25 @@ def test_quantized_matrix_is_refused_by_name(name: str, dtype: torch.dtype) -> N
         find_modules(model, ModulePaths())
 
 
+@pytest.mark.parametrize("family", ["DeepSeek-V3", "MiniMax-M2", "Laguna", "AFMoE"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_push_keeps_router_bias_in_float32(dtype: torch.dtype) -> None:
+def test_push_keeps_router_bias_in_float32(dtype: torch.dtype, family: str) -> None:
     """A router's bias, of a bfloat16 policy and of float32 master weights."""
-    model = make("DeepSeek-V3", dtype)
-    part, biases = "e_score_correction_bias", {}
-    for name, module in model.named_modules():
-        if hasattr(module, part):
-            biases[f"{name}.{part}"] = 34.5 + 0.01 * torch.arange(4)
-            setattr(module, part, biases[f"{name}.{part}"].clone())
-    assert biases
+    model, count = make(family, dtype), 0
+    part = "expert_bias" if family == "AFMoE" else "e_score_correction_bias"
+    bias = 34.5 + 0.01 * torch.arange(4)
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if name.endswith(part):
+            tensor.data, count = bias.clone(), count + 1
+    assert count
     # Of float32 master weights, whatever else this version of transformers keeps in float32.
-    wide = {part, *(model._keep_in_fp32_modules_strict if dtype == torch.float32 else ())}
+    strict = model._keep_in_fp32_modules_strict or ()
+    wide = {part, *(strict if dtype == torch.float32 else ())}
     for source in (model, model.state_dict()):
         cast = policy_tensors(source, "bfloat16", model)
-        for name, bias in biases.items():
-            assert cast[name].dtype == torch.float32 and torch.equal(cast[name], bias)
+        biases = [tensor for name, tensor in cast.items() if name.endswith(part)]
+        assert len(biases) == count
+        assert all(found.dtype == torch.float32 and torch.equal(found, bias) for found in biases)
         others = {name: t for name, t in cast.items() if not any(each in name for each in wide)}
         assert {t.dtype for t in others.values()} == {torch.bfloat16}
 
