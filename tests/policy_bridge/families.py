@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import tempfile
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 from transformers import PreTrainedModel
 
+from draft_trainer.checkpoints import read_policy
 from draft_trainer.config import TrainingConfig
 from draft_trainer.drafters.eagle3.config import HeadConfig
 from draft_trainer.drafters.eagle3.head import Eagle3Head
+from draft_trainer.drafters.initial import init_draft
 from draft_trainer.drafters.policy import PolicyHead, PolicyHeads, policy_logits
 from draft_trainer.ingest.teacher import TeacherCheck
 from draft_trainer.training.learner import Learner
@@ -25,7 +29,7 @@ from .windows import LAYERS, Windows
 SIZES: dict[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": 32,
-    "intermediate_size": 48,
+    "intermediate_size": 64,
     "num_hidden_layers": 3,
     "num_attention_heads": 2,
     "num_key_value_heads": 1,
@@ -35,6 +39,7 @@ SIZES: dict[str, Any] = {
     "pad_token_id": 0,
 }
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+SMALL_EXPERTS = {**EXPERTS, "num_experts": 4, "moe_intermediate_size": 32, "num_shared_experts": 1}
 GPT = {"vocab_size": VOCAB, "n_embd": 32, "n_layer": 3, "n_head": 2, "n_positions": 64}
 ROTARY = {**GPT, "rotary_dim": 16, "initializer_range": 0.3}
 
@@ -42,16 +47,18 @@ SIGHT = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
 SIGHT |= {"num_attention_heads": 2, "image_size": 16, "patch_size": 8}
 SOFT_CAP = {**SIZES, "final_logit_softcapping": 4.0}
 RECURRENT = {"logits_soft_cap": 4.0, "lru_width": 32, "attention_window_size": 16}
-LINEAR: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
+LINEAR: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 LINEAR |= {"layer_types": ["linear_attention", "linear_attention", "full_attention"]}
-LINEAR |= {"linear_num_value_heads": 2, "linear_num_key_heads": 2, "linear_key_head_dim": 8}
-LINEAR |= {"linear_value_head_dim": 8, "shared_expert_intermediate_size": 8}
+LINEAR |= {"linear_num_value_heads": 2, "linear_num_key_heads": 2, "linear_key_head_dim": 16}
+LINEAR |= {"linear_value_head_dim": 16, "shared_expert_intermediate_size": 8}
 LATENT = {"num_key_value_heads": 2, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1}
-LATENT |= {"moe_intermediate_size": 8, "topk_group": 1, "q_lora_rank": 16, "kv_lora_rank": 16}
+LATENT |= {"moe_intermediate_size": 32, "topk_group": 1, "q_lora_rank": 16, "kv_lora_rank": 16}
 LATENT |= {"qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16, "n_shared_experts": 1}
-LATENT |= {"first_k_dense_replace": 1, "head_dim": 8}
+LATENT |= {"first_k_dense_replace": 1, "head_dim": 8, "topk_method": "noaux_tc"}
+MAMBA = {"mamba_num_heads": 4, "mamba_head_dim": 16, "n_groups": 1, "ssm_state_size": 16}
+MAMBA |= {"chunk_size": 8, "moe_shared_expert_intermediate_size": 8}
 MIXERS = {"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_n_groups": 1}
-MIXERS |= {"mamba_d_state": 8, "mamba_chunk_size": 16}
+MIXERS |= {"mamba_d_state": 16, "mamba_chunk_size": 16}
 
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "Llama": ("LlamaForCausalLM", SIZES),
@@ -63,16 +70,56 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "Qwen3, tied": ("Qwen3ForCausalLM", {**SIZES, "tie_word_embeddings": True}),
     "Qwen3-MoE": (
         "Qwen3MoeForCausalLM",
-        {**SIZES, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8},
+        {**SIZES, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
     ),
     "GPT-OSS": ("GptOssForCausalLM", {**SIZES, **EXPERTS}),
     "Qwen3-Next": ("Qwen3NextForCausalLM", {**SIZES, **LINEAR}),
     "Llama 4": (
         "Llama4ForCausalLM",
-        {**SIZES, "intermediate_size_mlp": 48, "num_local_experts": 2, "attention_chunk_size": 32},
+        {**SIZES, "intermediate_size_mlp": 64, "num_local_experts": 2, "attention_chunk_size": 32},
     ),
     "DeepSeek-V3": ("DeepseekV3ForCausalLM", {**SIZES, **LATENT}),
+    "Qwen3.5": ("Qwen3_5ForCausalLM", {**SIZES, **LINEAR}),
+    "Qwen3.5-MoE": ("Qwen3_5MoeForCausalLM", {**SIZES, **LINEAR}),
+    "Ministral 3": ("Ministral3ForCausalLM", SIZES),
+    "Apertus": ("ApertusForCausalLM", SIZES),
+    "Arcee": ("ArceeForCausalLM", SIZES),
+    "AFMoE": (
+        "AfmoeForCausalLM",
+        # The last two are fields of published checkpoints, which transformers does not read.
+        {
+            **SIZES,
+            **SMALL_EXPERTS,
+            "num_dense_layers": 1,
+            "score_func": "sigmoid",
+            "route_norm": True,
+            "n_group": 1,
+            "topk_group": 1,
+        },
+    ),
+    "EXAONE 4": ("Exaone4ForCausalLM", SIZES),
+    "Laguna": ("LagunaForCausalLM", {**SIZES, **SMALL_EXPERTS}),
+    "MiniMax-M2": (
+        "MiniMaxM2ForCausalLM",
+        {
+            **SIZES,
+            **SMALL_EXPERTS,
+            "rotary_dim": 8,
+            "scoring_func": "sigmoid",
+            "use_routing_bias": True,
+        },
+    ),
+    "Seed-OSS": ("SeedOssForCausalLM", SIZES),
+    "Nemotron-H": (
+        "NemotronHForCausalLM",
+        {**SIZES, **SMALL_EXPERTS, **MAMBA, "layers_block_type": ["mamba", "attention", "moe"]},
+    ),
+    "Nemotron-H, dense": (
+        "NemotronHForCausalLM",
+        {**SIZES, **MAMBA, "layers_block_type": ["mamba", "attention", "mlp"]},
+    ),
     "OLMo 2": ("Olmo2ForCausalLM", SIZES),
+    "OLMo 3": ("Olmo3ForCausalLM", SIZES),
     "SmolLM3": ("SmolLM3ForCausalLM", SIZES),
     "GLM-4": ("Glm4ForCausalLM", SIZES),
     "Phi-3": ("Phi3ForCausalLM", SIZES),
@@ -132,6 +179,17 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 """The transformers classes and their configurations, by the names that people use. Caps and factors
 are far from 1, so that a teacher without them is far from a distribution."""
 
+_UNTRIED = "not tried"
+NOT_PUSHED = {
+    "GPT-OSS": "refused",
+    "Laguna": "all but routers' biases, which vLLM never loads",
+    "Nemotron-H": "not tried: such experts need a GPU",
+    **dict.fromkeys(("Qwen3.5", "Qwen3.5-MoE", "Qwen3-VL", "Gemma 4, nested"), _UNTRIED),
+    **dict.fromkeys(("Gemma 3, with images", "Gemma 3, with images and a cap"), _UNTRIED),
+    **dict.fromkeys(("CodeGen", "RecurrentGemma"), "vLLM cannot serve it"),
+}
+"""The families of which a push into vLLM on a CPU does not bring every parameter, and why."""
+
 
 def make(family: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """A random model of a family; its lm_head bias, if it has one, is not small."""
@@ -168,6 +226,7 @@ class Outcome:
         most: the greatest.
         loss: of one training step on it; NaN if it is refused.
         refused: the refusal; empty if it is trained on.
+        init: whether ``draft-trainer init`` makes a draft of its checkpoint; empty if not tried.
     """
 
     lm_head: str
@@ -175,11 +234,28 @@ class Outcome:
     most: float = float("nan")
     loss: float = float("nan")
     refused: str = ""
+    init: str = ""
+
+
+def initial(model: PreTrainedModel) -> Eagle3Head:
+    """Make the draft that ``draft-trainer init --intermediate-size 48`` makes of its checkpoint.
+
+    Raises RefusedError: as the command does.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        return init_draft(read_policy(Path(folder)), None, intermediate_size=48)
 
 
 def outcome(family: str, dtype: torch.dtype = torch.float32, train: bool = True) -> Outcome:
     """Capture two sequences of a family at temperature 0.7, check their teacher, train a step."""
-    model, data = make(family, dtype), batch((12, 9))
+    model, data, init = make(family, dtype), batch((12, 9)), ""
+    if train:
+        try:
+            initial(model)
+            init = "yes"
+        except RefusedError:
+            init = "no"
     try:
         windows = Windows(model)
         form, head = windows.modules.form, windows.modules
@@ -199,7 +275,7 @@ def outcome(family: str, dtype: torch.dtype = torch.float32, train: bool = True)
             if mass.refusal is not None:
                 raise mass.refusal
     except RefusedError as error:
-        return Outcome("", refused=str(error))
+        return Outcome("", refused=str(error), init=init)
     parts = [
         "tied" if weight.data_ptr() == head.embed_weight.data_ptr() else "",
         "bias" if head.head_bias is not None else "",
@@ -208,7 +284,7 @@ def outcome(family: str, dtype: torch.dtype = torch.float32, train: bool = True)
     ]
     found = masses(model, windows.samples, form)
     lm_head = ", ".join(part for part in parts if part) or "plain"
-    seen = Outcome(lm_head, float(found.min()), float(found.max()))
+    seen = Outcome(lm_head, float(found.min()), float(found.max()), init=init)
     if not train:
         return seen
     heads = PolicyHeads(keep=1)

@@ -35,9 +35,9 @@ from .conftest import (
     sync,
 )
 from .doubles import DEADLINE, FakeTrainer
-from .families import FAMILIES, make, masses, outcome
+from .families import FAMILIES, initial, make, masses, outcome
 from .policies import qwen3_moe
-from .windows import Windows, own_logprobs
+from .windows import LAYERS, Windows, own_logprobs
 
 REFUSED = {
     "Gemma 3, with images and a cap": "set logit_scale=1, logit_soft_cap=0 in BridgeConfig",
@@ -45,6 +45,14 @@ REFUSED = {
     "Mamba": "modules.decoder_layers: found none of",
 }
 """The families that are not trained on, and why."""
+
+NO_INIT = {
+    *("GPT-2", "Bloom", "GPT-J", "CodeGen", "RecurrentGemma", "OPT, projected", "Mamba"),
+}
+"""The families whose config.json or tensors ``draft-trainer init`` does not know."""
+FINAL_NORMS = (".norm", ".norm_f", ".final_layernorm", ".final_layer_norm")
+MEAN_NORMS = ("GPT-NeoX", "Phi (1, 1.5, 2)", "Phi-MoE", "Cohere")
+"""The families whose final norm subtracts the mean, which no draft's does."""
 
 FP8 = {
     "quant_method": "fp8",
@@ -105,6 +113,47 @@ def test_family_teacher_is_policy_distribution_or_refused(
         assert found.most == pytest.approx(1.0, abs=5e-3)
     # Near the logarithm of the vocabulary: the draft is random.
     assert math.isfinite(exact.loss) and 3.0 < exact.loss < 6.0
+
+
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name not in REFUSED])
+def test_family_states_are_those_it_says_of_itself(family: str) -> None:
+    model, data = make(family), batch((12, 9))
+    windows = Windows(model)
+    with torch.no_grad(), windows.open() as capture:
+        model(data["input_ids"], attention_mask=data["attention_mask"])
+        capture.ship(**data)
+    own = {"input_ids": data["input_ids"], "attention_mask": data["attention_mask"]}
+    with torch.no_grad():
+        found = model(**own, output_hidden_states=True)
+    logprobs = own_logprobs(found.logits, data["input_ids"])
+    for number, mask in enumerate(data["attention_mask"].bool()):
+        sample, states = (
+            windows.of_row(data, number),
+            [s[number][mask] for s in found.hidden_states],
+        )
+        torch.testing.assert_close(sample.aux, torch.cat([states[n] for n in LAYERS], -1))
+        torch.testing.assert_close(sample.final_hidden, states[-1])
+        given = logprobs[number][mask[1:]]
+        torch.testing.assert_close(sample.sampled_logprobs[1:], given, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name not in NO_INIT])
+def test_family_init_takes_lm_head_and_final_norm(family: str) -> None:
+    model, inputs = make(family), list[torch.Tensor]()
+    with torch.no_grad():
+        for name, tensor in model.named_parameters():
+            if "norm" in name:  # no weight of 1 or 0, which is right either way
+                tensor.add_(torch.rand(tensor.shape))
+    for name, module in model.named_modules():
+        if name.endswith(FINAL_NORMS) and ".layers." not in name:
+            module.register_forward_hook(lambda _, args, out: inputs.extend((args[0], out)))
+    with torch.no_grad():
+        model(batch((9,))["input_ids"])
+    draft, head = initial(model), model.get_output_embeddings()
+    assert torch.equal(draft.lm_head.weight, head.weight)
+    if family not in MEAN_NORMS:
+        before, after = inputs[-2:]
+        torch.testing.assert_close(draft.norm(before), after, atol=1e-3, rtol=1e-3)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
