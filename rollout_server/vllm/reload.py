@@ -16,11 +16,16 @@ copy onto the meta device does nothing, and vLLM then puts the old parameter bac
 https://github.com/vllm-project/vllm/pull/57795 and
 https://github.com/vllm-project/vllm/pull/57805 are about GPT-OSS, which 0.29 to 0.33 load that way.
 Such a reload is refused (``refuse_lost``), whatever the version is.
+
+A reload asks for the names of weight loaders, which partial functions have none of: it failed in
+the middle, and so did the one that puts the old weights back. MiniMax-M2 has such loaders, in 0.32
+too; https://github.com/vllm-project/vllm/pull/32133 brought the question (``name_loaders``).
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -77,6 +82,7 @@ class LiveModel:
             NotSwappableError: a draft that no reload may touch cannot be swapped; nothing changed.
             OSError, RuntimeError, ...: one of ``LOAD_FAILURES``; the model may be torn.
         """
+        name_loaders(self.model)
         if self.standby is not None:
             if self.standby.swap(new, old):
                 return
@@ -104,6 +110,14 @@ class LiveModel:
                 layerwise._place_kernel_tensors(layer, info)
             info.reset()
         layerwise.LOADING_LAYERS.clear()
+
+
+def name_loaders(model: nn.Module) -> None:
+    """Name the weight loaders of a model that are partial functions after what they call."""
+    for tensor in (*model.parameters(), *model.buffers()):
+        loader = getattr(tensor, "weight_loader", None)
+        if isinstance(loader, functools.partial):
+            loader.__name__ = loader.func.__name__  # type: ignore[attr-defined]
 
 
 def apply_all(changes: Sequence[tuple[Change, LiveModel]]) -> Result:

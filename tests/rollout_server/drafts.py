@@ -1,4 +1,4 @@
-"""vLLM's own draft outside an engine, and what swaps of every kind of draft must do."""
+"""vLLM's own drafts and policies outside an engine, and what swaps of every draft must do."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from rollout_server.control.stages import Key, StagedTensor, WeightSource
 from rollout_server.vllm.reload import LiveModel, apply_all, load
 from rollout_server.vllm.served.derived import derived
 from rollout_server.vllm.standby import DIFFERS, READY, SAME, WORKING, ReadBack, Standby
+from tests.policy_bridge.families import make
 
 
 class Drafts:
@@ -85,6 +86,49 @@ class Drafts:
                 x = torch.randn(3, width, generator=generator).to(dtype)
                 found[f"{name}(x)"] = module.cpu_linear(x, module.weight, None)  # type: ignore[operator]
         return found
+
+
+class Policy:
+    """vLLM's model of a family outside an engine, with the first of two checkpoints."""
+
+    def __init__(self, family: str, folder: Path) -> None:
+        model = make(family, torch.bfloat16)
+        for seed in range(2):
+            with torch.no_grad():
+                for tensor in model.state_dict().values():
+                    tensor.add_(0.1 * torch.randn(tensor.shape))
+            model.save_pretrained(folder / str(seed))
+        self.sources = [WeightSource(str(folder / str(seed))) for seed in range(2)]
+        self.config, self.model = self.load(0)
+        self.model_config = self.config.model_config
+
+    current = Drafts.current
+
+    def load(self, checkpoint: int) -> tuple[Any, Any]:
+        """vLLM's configuration and its model of a checkpoint."""
+        from vllm.engine.arg_utils import EngineArgs
+
+        config: Any = EngineArgs(
+            model=self.sources[checkpoint].directory,
+            dtype="bfloat16",
+            max_model_len=32,
+            enforce_eager=True,
+            skip_tokenizer_init=True,
+        ).create_engine_config()
+        return config, load_model(config, config.model_config, self.sources[checkpoint])
+
+
+def tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters, and what every packed matrix gives."""
+    found = {n: p.detach().clone() for n, p in model.named_parameters() if p.numel()}
+    for name, module in model.named_modules():
+        width = getattr(module, "input_size", None)
+        if "cpu_linear" in module.__dict__ and width:
+            x = torch.randn(3, width, generator=torch.Generator().manual_seed(0))
+            # A router's is in float32.
+            x = x.to(getattr(module, "params_dtype", torch.bfloat16))
+            found[f"{name}(x)"] = module.cpu_linear(x, module.weight, None)  # type: ignore[operator]
+    return found
 
 
 def load_model(config: Any, model_config: Any, source: WeightSource) -> Any:

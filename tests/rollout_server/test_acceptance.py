@@ -186,7 +186,7 @@ def test_acceptance_guard_starts_new_window_on_commit() -> None:
 
 
 def test_completion_has_vllms_count_of_its_request() -> None:
-    """In the shape of vLLM's own classes; one whose shape is another is refused."""
+    """The shape is that of vLLM's own classes; another is refused."""
     from vllm.entrypoints.generate.base import protocol
     from vllm.v1.metrics.stats import RequestSpecDecodeMetrics
 
