@@ -126,8 +126,10 @@ def dspark_head(seed: int = 0, **changes: object) -> DsparkHead:
 
 def speculators_document(kind: str, **changes: object) -> dict[str, object]:
     """config.json of a block draft as speculators 0.9 writes it, with a vocabulary of its own."""
-    around = ("mask_token_id", "block_size", "markov_rank", "markov_head_type")
-    around += ("enable_confidence_head", "confidence_head_with_markov")
+    around = (
+        *("mask_token_id", "block_size", "markov_rank", "markov_head_type"),
+        *("enable_confidence_head", "confidence_head_with_markov"),
+    )
     flat = dspark_document()
     given = {name: flat.pop(name) for name in around if kind == "dspark" or name == around[0]}
     for name in ("architectures", "target_layer_ids", *around):
