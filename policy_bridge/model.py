@@ -128,7 +128,10 @@ def as_stored(model: nn.Module | None, tensors: dict[str, torch.Tensor]) -> dict
     names = [name for name, _ in inner.named_parameters(remove_duplicate=False)]
     names += [name for name, _ in inner.named_buffers(remove_duplicate=False)]
     # A policy that adapters were merged into has the names that they have changed in the model.
-    own = {plain_name(name).replace("base_layer.", "") for name in names}
+    own = {
+        plain_name(name).replace("base_layer.", "").replace("original_module.", "")
+        for name in names
+    }
     if not tensors.keys() <= own:
         return tensors
     loaded: Any = getattr(inner, "_weight_conversions", None)

@@ -28,6 +28,7 @@ from torch import nn
 from policy_bridge.config import BridgeConfig
 from policy_bridge.fleet import SILENT, Errors, RolloutFleet, Tensors, describe
 from policy_bridge.logits import is_sharded
+from policy_bridge.lora import Merge, without_adapters
 from policy_bridge.model import as_stored, full_tensor, kept_wide, plain_name, unwrapped
 from policy_bridge.session import Session
 from policy_bridge.stats import SyncResult
@@ -138,21 +139,20 @@ class SyncWindow:
 
         Args:
             source: a model, its state dict, or tensors named as in the served checkpoint; None:
-                the model that the bridge was built with, whose names a state dict has. Floating
-                tensors are cast as ``policy_dtype`` says; tensors tied to one before them are left
-                out.
+                the model that the bridge was built with, whose names a state dict has. PEFT's LoRA
+                adapters are merged into copies (``lora``). Floating tensors are cast as
+                ``policy_dtype`` says; tensors tied to one before them are left out.
 
         Raises:
             RefusedError: there is no rollout server, the policy was pushed already, another
-                process leads, or the weights are spread over ranks.
+                process leads, the weights are spread over ranks, or adapters cannot be merged.
             PolicySyncError: a server did not take it; the window then aborts.
         """
         source = self.model if source is None else source
         _check_whole(source)
         self._check_push("push_policy")
         if not self.servers and not self.fleet_known:
-            if isinstance(source, nn.Module):
-                _plain_state(source)  # refuses adapters here, not in a later ``sync``
+            _plain_state(source, self.model)  # refuses adapters here, not in a later ``sync``
             self._so_far = replace(self._so_far, policy_waits=True)
             return
         self._stage(lambda: policy_tensors(source, self.config.policy_dtype, self.model))
@@ -406,16 +406,16 @@ def policy_tensors(
         model: whose names tensors may have; they then get those of its checkpoint.
 
     Raises:
-        RefusedError: a PEFT model, whose names and base weights are not the policy's.
+        RefusedError: adapters that ``lora.without_adapters`` refuses.
     """
-    state = _plain_state(source) if isinstance(source, nn.Module) else source
     owner = source if isinstance(source, nn.Module) else model
+    state, merges = _plain_state(source, model)
     dtype: torch.dtype | None = getattr(torch, dtype_name) if dtype_name else None
     wide = kept_wide(owner, state) if dtype is not None else set()
     seen: set[tuple[object, ...]] = set()
     tensors = {}
     for name, part in state.items():
-        tensor = full_tensor(part)
+        tensor = merges[name]() if name in merges else full_tensor(part)
         # By the shard's memory: a gathered tensor is freed after its cast, and its address reused.
         own = part.to_local() if is_sharded(part) else part  # type: ignore[attr-defined]
         key = (own.device, own.data_ptr(), tensor.shape, own.stride())
@@ -423,19 +423,23 @@ def policy_tensors(
             continue
         seen.add(key)
         casts = tensor.is_floating_point() and name not in wide
-        cast = dtype if casts and dtype is not None else tensor.dtype
+        cast = dtype if casts and dtype is not None else part.dtype
         tensors[name] = tensor.detach().to("cpu", cast)
     return as_stored(owner, tensors)
 
 
-def _plain_state(model: nn.Module) -> dict[str, torch.Tensor]:
-    for inner in unwrapped(model):
-        if "base_model" in dict(inner.named_children()):
-            found = f"{type(inner).__name__} with adapters"
-            step = "merge the adapters and pass their state dict: window.push_policy(merged)"
-            raise RefusedError("push_policy", found, "weights by the base model's names", step)
-        model = inner
-    return {plain_name(name): tensor for name, tensor in model.state_dict().items()}
+def _plain_state(
+    source: nn.Module | Tensors, model: nn.Module | None
+) -> tuple[dict[str, torch.Tensor], dict[str, Merge]]:
+    if not isinstance(source, nn.Module):
+        return without_adapters(model, source)
+    *outer, inner = unwrapped(source)
+    state = {plain_name(name): tensor for name, tensor in inner.state_dict().items()}
+    plain, merges = without_adapters(source, state)
+    if not merges and any("base_model" in dict(each.named_children()) for each in outer):
+        step = "merge the adapters and pass their state dict: window.push_policy(merged)"
+        raise RefusedError("push_policy", f"{type(source).__name__} without LoRA", "LoRA", step)
+    return plain, merges
 
 
 class TrainerProbe:

@@ -13,10 +13,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import peft
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel, Trainer
 
+from benchmarks.publish_faults.memory_server import MemoryServer
 from examples.arithmetic_grpo.processes import Services
 from examples.arithmetic_grpo.tokenizer import token_ids
 from examples.local_services import SHORT, draft_trainer
@@ -39,6 +41,7 @@ pytestmark = pytest.mark.skipif(find_spec("trl") is None, reason="TRL is not ins
 
 STEPS = 3
 QUESTION = token_ids()["?"]  # ends every prompt
+Q_PROJ = "model.layers.0.self_attn.q_proj.weight"
 ROWS = 16  # sequences of one generation batch
 TEMPERATURE = 0.75
 SMALL: dict[str, Any] = {
@@ -249,6 +252,44 @@ def test_trl_float32_lm_head_gives_float32_teacher(
         masses = ((logits / TEMPERATURE).logsumexp(-1)[:-1] - log_z).exp()
         kept = sample.loss_mask[1:].bool()
         torch.testing.assert_close(masses[kept], torch.ones(int(kept.sum())), atol=1e-3, rtol=0)
+
+
+@pytest.mark.parametrize("bridged", ["the adapted model", "what TRL wraps"])
+def test_trl_adapters_are_pushed_merged(policy_dir: Path, tmp_path: Path, bridged: str) -> None:
+    base, rollout = load_policy(policy_dir), MemoryServer(policy=policy_dir)
+    start = copy.deepcopy(base.state_dict())
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"])
+    early = bridged == "what TRL wraps"
+    model = base if early else peft.get_peft_model(base, config)
+    double = FakeTrainer(layers=(2, 4, 7), vocab_ids=torch.arange(128))
+
+    class Compared(FixedRollouts):
+        pushes = 0
+
+        def generate(self, *given: Any) -> list[Completion]:
+            expected = copy.deepcopy(model).merge_and_unload().state_dict()
+            for name, tensor in rollout.policy.items():
+                assert torch.equal(tensor, expected[name].bfloat16()), name
+            self.pushes += rollout.policy_version == self.pushes
+            return super().generate(*given)
+
+    rollouts = Compared()
+    settings = {**SMALL, "gradient_accumulation_steps": 2}
+    with (
+        double.serve() as server,
+        open_bridge(model, server.address, (rollout.address,)) as bridge,
+    ):
+        assert bridge.wait_connected(DEADLINE)
+        model = peft.get_peft_model(base, config) if early else model
+        grpo_trainer(model, TrlRollouts(bridge, rollouts), tmp_path, any_score, **settings).train()
+        assert bridge.flush(DEADLINE)
+        stats = bridge.stats()
+    assert rollouts.pushes == stats.syncs == STEPS
+    assert stats.accepted == stats.chosen_samples == ROWS * STEPS and dict(stats.shed) == {}
+    kept = {name.replace("base_layer.", ""): t for name, t in base.state_dict().items()}
+    assert all(torch.equal(kept[name], tensor) for name, tensor in start.items())
+    assert not torch.equal(rollout.policy[Q_PROJ], start[Q_PROJ].bfloat16())
+    rollout.stop()
 
 
 def check_states(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
@@ -14,6 +15,7 @@ from policy_bridge.sync import SyncWindow, policy_tensors
 from policy_bridge.weight_watch import WeightWatch
 from slipstream.errors import RefusedError
 from tests.policy_bridge.conftest import batch
+from tests.policy_bridge.policies import adapted
 from tests.policy_bridge.windows import Windows, assert_same_bits, gradients, session_of
 from tests.tiny import tiny_qwen3
 
@@ -92,3 +94,13 @@ def check_rank() -> None:
         assert {name: tuple(t.shape) for name, t in pushed.items()} == {
             name: tuple(t.shape) for name, t in whole.state_dict().items()
         }
+
+    lora = adapted(modules_to_save=["norm"])
+    merged = policy_tensors(lora, "")
+    for part in (*lora.get_decoder().layers, lora):
+        fully_shard(part, mesh=mesh)
+    gathered = get_model_state_dict(lora, options=StateDictOptions(full_state_dict=True))
+    for source in (lora, gathered):
+        pushed = policy_tensors(source, "", lora)
+        assert pushed.keys() == merged.keys()
+        assert all(torch.equal(pushed[name], tensor) for name, tensor in merged.items())

@@ -199,8 +199,13 @@ def test_server_still_loading_is_left_out_until_ready(
 def test_push_of_adapters_refused_before_trainer_is_there(connect: Connect) -> None:
     model = adapted()
     bridge = connect("127.0.0.1:1", model=model, wait=False, connect_seconds=0.1)
-    with pytest.raises(RefusedError, match="with adapters"), bridge.sync(1) as window:
-        window.push_policy()
+    for source in (None, model.state_dict()):
+        with (
+            model.disable_adapter(),
+            pytest.raises(RefusedError, match="adapters disabled"),
+            bridge.sync(1) as window,
+        ):
+            window.push_policy(source)
     assert bridge.capture() is not None and bridge.stats().waiting_pushes == 0
 
 
