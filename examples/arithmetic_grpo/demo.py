@@ -153,6 +153,10 @@ def _train(
     model = AutoModelForCausalLM.from_pretrained(
         options.policy, dtype=torch.float32, attn_implementation="eager"
     )
+    base = {}
+    if options.lora:
+        model = with_lora(model, options.lora)
+        base = {n: p.clone() for n, p in model.named_parameters() if not p.requires_grad}
     bridge = PolicyBridge(
         model,
         BridgeConfig(
@@ -192,10 +196,21 @@ def _train(
             "tokens_trained": status.tokens_trained,
             "last_gate": status.last_verdict.reason,
         }
+        if base:
+            changed = [n for n, p in model.named_parameters() if n in base and p.ne(base[n]).any()]
+            run.trainer["base_tensors_changed"] = len(changed)
         stats = bridge.stats()
         run.bridge = {key: str(value) for key, value in vars(stats).items()}
         run.cost = {"sent_bytes_per_step": stats.sent_bytes / options.steps}
     return model
+
+
+def with_lora(model: PreTrainedModel, rank: int) -> PreTrainedModel:
+    """The policy with adapters of PEFT on its decoder's linear layers; they alone train."""
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear")
+    return get_peft_model(model, config)
 
 
 def _speed(
@@ -303,6 +318,9 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         help="Prometheus beside it, if it is installed, and the addresses to look at",
     )
     parser.add_argument("--policy", type=Path, default=HERE / "policy", help="checkpoint to train")
+    parser.add_argument(
+        "--lora", type=int, default=0, help="rank of LoRA adapters, which train instead; 0: none"
+    )
     parser.add_argument(
         "--draft-kind",
         choices=["eagle3", "mtp", "draft_model", "dflash"],

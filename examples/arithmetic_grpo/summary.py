@@ -257,6 +257,9 @@ def targets_of(run: RunRecord) -> list[Target]:
     targets.append(Target.at_most("failed requests", failed, 0))
     uncounted = float(str(run.trainer["swaps_made"])) - float(str(run.trainer["swaps_counted"]))
     targets.append(Target.at_most("swaps made less swaps counted by the server", abs(uncounted), 0))
+    if "base_tensors_changed" in run.trainer:
+        moved = float(str(run.trainer["base_tensors_changed"]))
+        targets.append(Target.at_most("tensors that changed below the adapters", moved, 0))
     for arm in ARMS:
         if arm != OFF:
             name = f"losslessness: |z| of {arm} against no speculation"
