@@ -28,7 +28,7 @@ from slipstream.sampling import SAMPLING
 
 
 def whole_policy(trainer: Any) -> Mapping[str, torch.Tensor]:
-    """The trained policy's state dict; collective where accelerate has sharded it.
+    """The trained policy's state dict, adapters beside their base; collective where it is sharded.
 
     Where it is gathered, it may be empty in all but the main process. DeepSpeed ZeRO-3 needs
     ``stage3_gather_16bit_weights_on_model_save`` and ``BridgeConfig.rollout_servers``.
@@ -47,8 +47,8 @@ class TrlRollouts:
     Args:
         bridge: an open bridge on the trainer's model, ``modules.final_norm`` set.
         rollouts: generates with the policy that was pushed last.
-        weights: the policy as the rollout servers' checkpoint has it, called in every
-            process; with PEFT one that merges the adapters. None: do not push.
+        weights: what ``push_policy`` takes, LoRA adapters of PEFT included, called in every
+            process. None: do not push.
     """
 
     def __init__(
