@@ -72,7 +72,7 @@ def without_adapters(
 
 
 def _wrappers(model: nn.Module) -> dict[str, Any]:
-    """By path: the modules that PEFT has put around one of the policy's; none in another."""
+    """Find the modules that PEFT has put around the policy's, by path; none inside another."""
     try:
         *_, policy = unwrapped(model)
     except RefusedError:
