@@ -250,6 +250,9 @@ def _described(manifest: Manifest) -> dict[str, str]:
             "had to exceed": f"{gate.min_gain:g}",
             "measured on": f"{gate.prompts} prompts, {gate.anchors} anchors",
         }
+        for span in gate.by_position:
+            ours, theirs = span.candidate_acceptance_length, span.incumbent_acceptance_length
+            described[f"from position {span.first_position}"] = f"{ours:.3f} against {theirs:.3f}"
     return described
 
 

@@ -32,8 +32,8 @@ longer completion this is too low, by less than one chain per window and for all
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import torch
@@ -52,6 +52,11 @@ from slipstream.v1 import draft_trainer_pb2 as pb
 from slipstream.v1 import release_pb2
 
 Method = Literal["probabilistic", "greedy"]
+
+SPANS = (0, 256, 1024, 4096, 16384)
+"""First position of each span of ``AcceptanceEstimate.by_position``. Positions count the prompt:
+how far back a draft attends decides how well it drafts, and a window does not say where its
+completion began."""
 
 _MOST_WALKED = 1 << 20
 """Most positions, padding included, whose visits are computed at once."""
@@ -74,6 +79,8 @@ class AcceptanceEstimate:
             independent.
         completions: the completion of each (``Sample.completion``).
         ignored: sampling parameters of the rollouts that the figure leaves out, by name.
+        by_position: drafts and acceptance length of those that begin in a span of positions in
+            their sequence, by its first one (``SPANS``); without spans that have none.
     """
 
     acceptance_length: float
@@ -84,6 +91,7 @@ class AcceptanceEstimate:
     groups: tuple[str, ...]
     completions: tuple[str, ...] = ()
     ignored: tuple[str, ...] = ()
+    by_position: Mapping[int, tuple[float, float]] = field(default_factory=dict)
 
 
 def expected_acceptance(
@@ -122,7 +130,7 @@ def acceptance_on(
     """
     if k < 1:
         raise RefusedError("k", k, "at least 1", "ask for the served draft length")
-    walked: list[tuple[Tensor, Tensor]] = []
+    walked: list[tuple[Tensor, ...]] = []
     waiting: list[tuple[Tensor, ...]] = []
     names: list[tuple[str, str]] = []
     ignored: set[str] = set()
@@ -133,7 +141,8 @@ def acceptance_on(
             names.extend(zip(batch.groups, batch.completions, strict=True))
             ignored.update(name for sampling in batch.sampling for name in _ignored(sampling))
             known = valid_targets(batch, k)
-            part = (*step_acceptance(head, batch, known, method, dtype), known, batch.loss_mask)
+            rates = step_acceptance(head, batch, known, method, dtype)
+            part = (*rates, known, batch.positions, batch.loss_mask)
             rows, longest = zip(*(one[-1].shape for one in (*waiting, part)), strict=True)
             if waiting and sum(rows) * max(longest) > _MOST_WALKED:
                 walked.append(_walk(waiting))
@@ -142,32 +151,36 @@ def acceptance_on(
         if not names:
             raise _no_anchor()
         walked.append(_walk(waiting))
-    accepted, drafts = (torch.cat(each, dim=-1) for each in zip(*walked, strict=True))
-    return replace(_estimate(accepted, drafts, names), ignored=tuple(sorted(ignored)))
+    sums = (torch.cat(each, dim=-1) for each in zip(*walked, strict=True))
+    return replace(_estimate(*sums, names), ignored=tuple(sorted(ignored)))
 
 
-def _walk(parts: Sequence[tuple[Tensor, ...]]) -> tuple[Tensor, Tensor]:
+def _walk(parts: Sequence[tuple[Tensor, ...]]) -> tuple[Tensor, Tensor, Tensor]:
     """Walk the rows of batches at once: every position costs Python's time, for one row or many.
 
     Args:
-        parts: of each batch what ``step_acceptance`` returned, where it was computed, and the loss
-            mask.
+        parts: of each batch what ``step_acceptance`` returned, where it was computed, the positions
+            and the loss mask.
 
     Returns:
-        Sums per row: accepted tokens by step, float64 [K, rows], and drafts, float64 [rows].
+        Sums per row: accepted tokens by step, float64 [K, rows]; drafts, float64 [rows]; drafts and
+        accepted tokens by span of positions, float64 [2, spans, rows].
     """
     longest = max(part[0].shape[-1] for part in parts)
-    rate, survival, known, loss_mask = (
+    rate, survival, known, positions, loss_mask = (
         torch.cat([pad(x, (0, longest - x.shape[-1])) for x in each], dim=-2)
         for each in zip(*parts, strict=True)
     )
-    alive = visit_probabilities(survival, known, loss_mask) * known[0]
-    drafts, accepted = alive.sum(1), []
+    alive = drafts = visit_probabilities(survival, known, loss_mask) * known[0]
+    accepted = torch.empty_like(rate)
     for step in range(len(known)):
         alive = alive * known[step]
-        accepted.append((alive * rate[step]).sum(1))
+        accepted[step] = alive * rate[step]
         alive = alive * survival[step]
-    return torch.stack(accepted), drafts
+    span = torch.bucketize(positions, torch.tensor(SPANS[1:]), right=True)
+    spans = drafts.new_zeros(2, len(drafts), len(SPANS))
+    spans.scatter_add_(2, span.expand(2, -1, -1), torch.stack([drafts, accepted.sum(0)]))
+    return accepted.sum(-1), drafts.sum(1), spans.transpose(1, 2)
 
 
 def step_acceptance(
@@ -301,11 +314,11 @@ def visit_probabilities(survival: Tensor, known: Tensor, loss_mask: Tensor) -> T
 
 
 def _estimate(
-    accepted: Tensor, drafts: Tensor, names: Sequence[tuple[str, str]]
+    accepted: Tensor, drafts: Tensor, spans: Tensor, names: Sequence[tuple[str, str]]
 ) -> AcceptanceEstimate:
-    """Estimate from sums per sequence, accepted [k, rows] and drafts [rows], and the group and
-    completion of each."""
+    """Estimate from the sums per sequence of ``_walk``, and the group and completion of each."""
     present = drafts > 0
+    of_spans = zip(SPANS, *spans[..., present].sum(-1).tolist(), strict=True)
     accepted, drafts = accepted[:, present], drafts[present]
     count = len(drafts)
     if count == 0:
@@ -324,6 +337,7 @@ def _estimate(
         per_sequence=1.0 + ratio + count * influence,
         groups=tuple(group for group, _ in kept),
         completions=tuple(completion for _, completion in kept),
+        by_position={first: (n, 1.0 + tokens / n) for first, n, tokens in of_spans if n > 0.0},
     )
 
 

@@ -44,11 +44,7 @@ from draft_trainer.config import (
 from draft_trainer.counters import Counters
 from draft_trainer.drafters import Draft
 from draft_trainer.drafters.batch import Batch, batches
-from draft_trainer.drafters.expected_acceptance import (
-    AcceptanceEstimate,
-    Method,
-    acceptance_on,
-)
+from draft_trainer.drafters.expected_acceptance import AcceptanceEstimate, Method, acceptance_on
 from draft_trainer.drafters.policy import PolicyHeads
 from draft_trainer.ingest.run import Run
 from draft_trainer.releases.pointer import PointerStore
@@ -230,6 +226,16 @@ def compare(
         draft_sample_method=method,
         passed=passed,
         candidate_acceptance_per_position=ours.accepted_per_position,
+        by_position=[
+            release_pb2.SpanFigures(
+                first_position=first,
+                drafts=drafts,
+                candidate_acceptance_length=length,
+                incumbent_acceptance_length=theirs.by_position[first][1],
+            )
+            for first, (drafts, length) in ours.by_position.items()
+            if first in theirs.by_position
+        ],
     )
     if figures.completions:
         which = "this prompt" if prompts == 1 else f"these {prompts} prompts"

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from prometheus_client import CollectorRegistry, disable_created_metrics
 
 from draft_trainer.counters import PREFIX, Counters
+from draft_trainer.drafters.expected_acceptance import SPANS
 from draft_trainer.server.diagnosis import PARTS, PROBLEM
 from slipstream.errors import Refusals
 from slipstream.metrics import Fact, FactCollector, Value
@@ -36,6 +37,14 @@ def _gate(name: str) -> Callable[[TrainerStatus], Value]:
         return getattr(result.gate, name) if result.HasField("gate") else None
 
     return read
+
+
+def _by_position(status: TrainerStatus) -> Value:
+    return {
+        (which, str(span.first_position)): getattr(span, f"{which}_acceptance_length")
+        for span in status.last_verdict.gate.by_position
+        for which in ("candidate", "incumbent")
+    }
 
 
 def _is(name: str, text: str, field: str = "") -> Fact[TrainerStatus]:
@@ -163,6 +172,13 @@ FACTS: tuple[Fact[TrainerStatus], ...] = (
         f"what is served. {_NO_GATE}",
         candidate=_gate("candidate_acceptance_length"),
         incumbent=_gate("incumbent_acceptance_length"),
+    ),
+    Fact(
+        "gate_span_acceptance_length",
+        "`gate_acceptance_length` of the drafts that begin at this position of their sequence, "
+        f"prompt included, or after it, up to the next span. {_NO_GATE}",
+        _by_position,
+        {"which": ("candidate", "incumbent"), "from": tuple(map(str, SPANS))},
     ),
     Fact(
         "gate_half_width",

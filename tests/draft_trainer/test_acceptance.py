@@ -14,6 +14,7 @@ from draft_trainer.config import TrainingConfig
 from draft_trainer.drafters.batch import Batch
 from draft_trainer.drafters.eagle3.head import Eagle3Head
 from draft_trainer.drafters.expected_acceptance import (
+    AcceptanceEstimate,
     Method,
     expected_acceptance,
     step_acceptance,
@@ -23,6 +24,7 @@ from draft_trainer.drafters.expected_acceptance import (
 from draft_trainer.drafters.loss import valid_targets
 from draft_trainer.training.learner import Learner
 from slipstream.errors import RefusedError
+from slipstream.sample import Sample
 from slipstream.v1.draft_trainer_pb2 import SamplingParameters
 from tests.draft_trainer.synthetic import VOCAB, Policy, collate, head, logits_of
 
@@ -236,6 +238,26 @@ def test_jackknife_mean_is_estimate_in_any_batching() -> None:
     assert float(whole.per_sequence.mean()) == pytest.approx(whole.acceptance_length, abs=1e-9)
     assert (whole.per_sequence - parts.per_sequence).abs().max() < 1e-4
     assert whole.sequences == 20
+
+
+def test_acceptance_by_position_in_the_sequence() -> None:
+    policy, model = Policy(), head(5)
+    early = policy.samples(6)
+    # Of these the first anchor, behind a prompt of four, is at 1023 and all others are beyond.
+    late = [s.repacked(positions=s.positions + 1020) for s in policy.samples(6, seed=7)]
+
+    def estimate(samples: list[Sample]) -> AcceptanceEstimate:
+        return expected_acceptance(model, samples, policy.heads(), K, "probabilistic")
+
+    alone, both = estimate(early), estimate(early + late)
+    spans = both.by_position
+    assert [*spans] == [0, 256, 1024]
+    assert spans[0] == pytest.approx((alone.drafts, alone.acceptance_length))
+    assert spans[256][0] == pytest.approx(6)
+    assert spans[256][1] != pytest.approx(spans[1024][1], abs=0.01)
+    assert sum(drafts for drafts, _ in spans.values()) == pytest.approx(both.drafts)
+    tokens = sum(drafts * length for drafts, length in spans.values())
+    assert tokens / both.drafts == pytest.approx(both.acceptance_length)
 
 
 def test_no_anchor_is_no_acceptance_length() -> None:

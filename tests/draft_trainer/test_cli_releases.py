@@ -59,6 +59,13 @@ def folder(tmp_path: Path) -> Path:
         passed=True,
         draft_sample_method="probabilistic",
         num_speculative_tokens=3,
+        by_position=[
+            release_pb2.SpanFigures(
+                first_position=1024,
+                candidate_acceptance_length=2.125,
+                incumbent_acceptance_length=2.0,
+            )
+        ],
     )
     against = "trained_against_policy_version"
     create(registry, 0, parent_version=0, **{against: 7}, gate=gate, num_speculative_tokens=3)
@@ -85,6 +92,7 @@ def test_list_and_show_offline(folder: Path, capsys: Capture) -> None:
     lines = {line[:24].strip(): line[24:].strip() for line in text.splitlines()}
     assert lines["gain"] == "+0.250 ± 0.125 (95%)"
     assert lines["measured on"] == "12 prompts, 345 anchors"
+    assert lines["from position 1024"] == "2.125 against 2.000"
     assert lines["TTT depth"] == "3" and lines["source"] == "trained"
     assert "fc.weight" in text and "16 x 48" in text
     assert "expected one of [0, 1, 2]" in refused(capsys, "show", 9, "--registry", folder)

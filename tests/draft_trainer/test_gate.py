@@ -103,6 +103,10 @@ def test_gate_figures(trained: tuple[Policy, Eagle3Head, Eagle3Head]) -> None:
     positions = figures.candidate_acceptance_per_position
     assert len(positions) == 2
     assert figures.candidate_acceptance_length == pytest.approx(1 + sum(positions))
+    (span,) = figures.by_position
+    assert span.first_position == 0
+    assert span.candidate_acceptance_length == pytest.approx(figures.candidate_acceptance_length)
+    assert span.incumbent_acceptance_length == pytest.approx(figures.incumbent_acceptance_length)
 
 
 def test_gate_too_few_anchors_or_nan_is_not_measured() -> None:

@@ -12,7 +12,7 @@ from draft_trainer.server.metrics import facts, trainer_registry
 from slipstream.errors import Refusals, StatusCode
 from slipstream.v1.console_pb2 import Diagnosis, TrialView
 from slipstream.v1.draft_trainer_pb2 import TrainerStatus
-from slipstream.v1.release_pb2 import GateFigures, Verdict
+from slipstream.v1.release_pb2 import GateFigures, SpanFigures, Verdict
 from tests.draft_trainer.fleet_rig import Rig
 from tests.draft_trainer.rig import Stream, make_config, request_of, rollouts, running
 from tests.scraping import Samples, of, scrape, value
@@ -71,6 +71,13 @@ def test_metrics_every_fact_has_a_series() -> None:
                 incumbent_acceptance_length=2.25,
                 difference_half_width=0.125,
                 anchors=400,
+                by_position=[
+                    SpanFigures(
+                        first_position=256,
+                        candidate_acceptance_length=2.125,
+                        incumbent_acceptance_length=2.0,
+                    )
+                ],
             )
         ),
     )
@@ -86,6 +93,10 @@ def test_metrics_every_fact_has_a_series() -> None:
     }
     assert of(samples, T + "expected_acceptance") == {("0",): 0.75, ("1",): 0.5}
     assert of(samples, T + "gate_acceptance_length") == {("candidate",): 2.5, ("incumbent",): 2.25}
+    assert of(samples, T + "gate_span_acceptance_length") == {
+        ("256", "candidate"): 2.125,
+        ("256", "incumbent"): 2.0,
+    }
     assert of(samples, T + "trained_against_policy_version") == {
         ("newest",): 9,
         ("promoted",): 8,

@@ -68,6 +68,9 @@ function showStatus(status) {
   const last = status.last_verdict;
   say("verdict", last ? `${ago(status.time - last.judged_at)} ago, ${last.outcome.replaceAll("_", " ")}: ${last.reason}`
     : "no candidate was judged yet");
+  const spans = last && last.gate ? last.gate.by_position : [];
+  say("spans", spans.map((span) => `from position ${span.first_position}: ${fixed(span.candidate_acceptance_length, 2)}`
+    + ` against ${fixed(span.incumbent_acceptance_length, 2)}`).join(", "));
   const problems = status.diagnosis.filter((one) => one.severity === "SEVERITY_PROBLEM");
   at("trouble").hidden = !problems.length;
   say("trouble", problems.map((one) => `${one.part}: ${one.found}. ${one.next_step}`).join("\n"));
