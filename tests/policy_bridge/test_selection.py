@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from policy_bridge.selection import (
-    CONTEXT_TOKENS,
     Candidate,
     Spent,
     bytes_per_token,
@@ -81,14 +80,14 @@ def cut(length: int, max_tokens: int, completion_from: int = 0) -> list[Candidat
     return windows(row=0, start=4, loss_mask=mask, token_bytes=1, max_tokens=max_tokens)
 
 
-@pytest.mark.parametrize("length", [101, 250, 1000])
-def test_sequence_windows_cover_tokens_once_with_context(length: int) -> None:
-    found = cut(length, 100)
-    context = min(CONTEXT_TOKENS, 25)
+@pytest.mark.parametrize(("length", "most"), [(101, 100), (250, 100), (1000, 100), (16_384, 2048)])
+def test_sequence_windows_cover_tokens_once_with_context(length: int, most: int) -> None:
+    found = cut(length, most)
     fresh = [column for w in found for column in range(w.fresh, w.end)]
     assert fresh == list(range(4, 4 + length))
-    assert all(w.tokens <= 100 for w in found)
-    assert all(w.fresh - w.start == context for w in found[1:])
+    assert all(w.tokens <= most for w in found)
+    assert all(w.fresh - w.start == most / 4 for w in found[1:])
+    assert sum(w.nbytes for w in found) <= length * 4 / 3
 
 
 def test_sequence_windows_without_target_are_left_out() -> None:
