@@ -28,7 +28,7 @@ from slipstream.client import MAX_MESSAGE_BYTES
 from slipstream.errors import OVERLOADED, RefusedError, refused_from
 from slipstream.layers import check_layers
 from slipstream.shortage import raise_unless_shortage
-from slipstream.tensors import bytes_of, check_schema, dtype_to_wire, frame_chunk
+from slipstream.tensors import bytes_of, check_schema, difference, dtype_to_wire, frame_chunk
 from slipstream.v1 import draft_trainer_pb2 as pb
 from slipstream.v1 import tensor_pb2
 
@@ -256,15 +256,19 @@ class Announcer:
                 session_id=session.session_id, policy_version=version, tensors=specs
             )
             names = {spec.name for spec in specs if spec.sha256 not in self._held_hashes}
+            bases = self._bases(snapshot, names)
+            for name, (sha256, _) in bases.items():
+                header.bases[name] = sha256
             try:
-                answer = self._send(header, snapshot, names, timeout)
+                answer = self._send(header, snapshot, names, bases, timeout)
             except grpc.RpcError as error:
                 refusal = refused_from(error)
                 busy = refusal is not None and refusal.reason in OVERLOADED
-                if refusal is None or busy or len(names) == len(specs):
+                if refusal is None or busy or (len(names) == len(specs) and not bases):
                     raise
                 # The trainer may have let go of a tensor that it had: send all of them.
-                answer = self._send(header, snapshot, set(snapshot.tensors), timeout)
+                header.ClearField("bases")
+                answer = self._send(header, snapshot, set(snapshot.tensors), {}, timeout)
             with self._lock:
                 if answer.HasField("history"):
                     self.history = answer.history
@@ -274,19 +278,43 @@ class Announcer:
             with self._lock:
                 self._announcing = None
 
+    def _bases(
+        self, snapshot: PolicySnapshot, names: set[str]
+    ) -> dict[str, tuple[bytes, torch.Tensor]]:
+        """Tensors of an earlier version that the trainer has, and their SHA-256, by name.
+
+        A step of RL leaves most bfloat16 values as they are, and embeddings of tokens that no
+        sequence has in every type.
+        """
+        with self._lock:
+            kept = [one for one in self._snapshots.values() if one.announced]
+        before = [one for one in kept if one.policy_version < snapshot.policy_version]
+        found = {}
+        for spec in before[-1].specs if before else ():
+            old, new = before[-1].tensors[spec.name], snapshot.tensors[spec.name]
+            alike = (old.shape, old.dtype) == (new.shape, new.dtype)
+            if spec.name in names and spec.sha256 in self._held_hashes and alike:
+                found[spec.name] = spec.sha256, old
+        return found
+
     def _send(
         self,
         header: pb.AnnouncePolicyHeader,
         snapshot: PolicySnapshot,
         names: set[str],
+        bases: Mapping[str, tuple[bytes, torch.Tensor]],
         timeout: float,
     ) -> pb.AnnouncePolicyResponse:
         sent = {name: bytes_of(snapshot.tensors[name]) for name in names}
+        old = {name: bytes_of(tensor) for name, (_, tensor) in bases.items()}
 
         def requests() -> Iterator[bytes]:
             yield pb.AnnouncePolicyRequest(header=header).SerializeToString()
-            for block in _blocks(sent):
-                yield frame_chunk(*block)
+            for name, offset, block in _blocks(sent):
+                if name in old:
+                    before = old[name][offset : offset + len(block)]
+                    block = memoryview(difference(block, before))
+                yield frame_chunk(name, offset, block)
 
         return self._call(requests(), timeout=timeout)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from draft_trainer.files import SAFETENSORS_PART
 from slipstream.errors import RefusedError, StatusCode
 from slipstream.sample import STATE_DTYPES
 from slipstream.sampling import LogitForm
-from slipstream.tensors import ChunkAssembler, digest, dtype_from_wire
+from slipstream.tensors import ChunkAssembler, bytes_of, digest, dtype_from_wire, patched
 from slipstream.v1 import draft_trainer_pb2 as pb
 from slipstream.v1 import release_pb2, tensor_pb2
 
@@ -113,6 +113,7 @@ def checked_specs(
 
 def receive_matrices(
     specs: dict[str, tensor_pb2.TensorSpec],
+    bases: Mapping[str, bytes],
     chunks: Iterable[tensor_pb2.TensorChunk],
     held: Callable[[bytes], torch.Tensor | None],
 ) -> dict[str, torch.Tensor]:
@@ -120,27 +121,38 @@ def receive_matrices(
 
     Args:
         specs: from ``checked_specs``.
+        bases: SHA-256, by name, of the tensors whose differences come.
         chunks: chunks of the tensors that the trainer may not hold.
         held: returns the tensor of a SHA-256, or None.
 
     Raises:
-        RefusedError: a tensor that is neither sent nor held (FAILED_PRECONDITION), another hash
-            than declared, or a value that is not finite.
+        RefusedError: a tensor that is neither sent nor held, or whose base is not
+            (FAILED_PRECONDITION), another hash than declared, or a value that is not finite.
     """
-    found = {name: held(spec.sha256) for name, spec in specs.items()}
-    tensors = {
-        name: tensor
-        for name, tensor in found.items()
-        if tensor is not None
-        and tensor.dtype == dtype_from_wire(specs[name].dtype, name)
-        and list(tensor.shape) == list(specs[name].shape)
-    }
+
+    def fitting(hashes: Mapping[str, bytes]) -> dict[str, torch.Tensor]:
+        found = {name: held(sha256) for name, sha256 in hashes.items() if name in specs}
+        return {
+            name: tensor
+            for name, tensor in found.items()
+            if tensor is not None
+            and tensor.dtype == dtype_from_wire(specs[name].dtype, name)
+            and list(tensor.shape) == list(specs[name].shape)
+        }
+
+    tensors = fitting({name: spec.sha256 for name, spec in specs.items()})
     missing = {name: spec for name, spec in specs.items() if name not in tensors}
+    before = fitting(bases)
+    for name in sorted(missing.keys() & bases.keys() - before.keys()):
+        advice, code = "send the whole tensor", StatusCode.FAILED_PRECONDITION
+        raise RefusedError(f"bases.{name}", bases[name].hex(), "a tensor held", advice, code)
     # The shapes were checked against the draft: their size is the bound.
     assembler = ChunkAssembler(missing.values(), max_bytes=1 << 62)
     sent = set()
     for chunk in chunks:
         if chunk.name not in tensors:
+            if chunk.name in before:
+                chunk.data = patched(chunk.data, bytes_of(before[chunk.name])[chunk.offset :])
             assembler.feed(chunk)
             sent.add(chunk.name)
     absent = sorted(missing.keys() - sent)

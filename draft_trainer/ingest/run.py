@@ -148,7 +148,7 @@ class Run:
             return
         # Before the tensors are received, which may be a gigabyte.
         self.heads.check_newer(version)
-        tensors = receive_matrices(specs, chunks, self.heads.tensor)
+        tensors = receive_matrices(specs, header.bases, chunks, self.heads.tensor)
         try:
             self.add_policy(PolicyHead(version, *(tensors[name] for name in specs)))
         except RefusedError:

@@ -201,6 +201,46 @@ def _spec_bytes(spec: tensor_pb2.TensorSpec) -> int:
     return math.prod(spec.shape) * dtype_from_wire(spec.dtype, spec.name).itemsize
 
 
+def difference(block: memoryview, before: memoryview) -> bytes:
+    """What makes ``block`` of ``before``, of the same even length: the words that differ.
+
+    Little-endian: uint32, how many words of 16 bits the block has, how many edges follow, and the
+    edges, where words begin to differ, then where they cease to, and so on; uint16, the words. In
+    a block of which too much differs, all of it counts as different.
+    """
+    new, old = (np.frombuffer(data, "<u2") for data in (block, before))
+    differs = new != old
+    edges = np.flatnonzero(np.diff(differs, prepend=False, append=False))
+    if 4 * len(edges) + 2 * np.count_nonzero(differs) >= len(block):
+        edges, differs = np.array([0, len(new)]), np.ones_like(differs)
+    head = np.concatenate(([len(new), len(edges)], edges)).astype("<u4")
+    return head.tobytes() + new[differs].tobytes()
+
+
+def patched(data: bytes, before: memoryview) -> bytes:
+    """The block that ``difference`` was made of; ``before`` begins where it does, and may go on.
+
+    Raises:
+        RefusedError: ``data`` is not a difference, or of a longer block.
+    """
+    size = count = 0
+    if len(data) >= 8:
+        size, count = np.frombuffer(data, "<u4", 2).tolist()
+    begin = 8 + 4 * count
+    if begin <= len(data) and len(data) % 2 == count % 2 == 0 and 2 * size <= len(before):
+        edges = np.frombuffer(data, "<u4", count, 8).astype(np.int64)
+        words = np.frombuffer(data, "<u2", -1, begin) if begin < len(data) else edges[:0]
+        inside = not count or (edges[-1] <= size and bool((np.diff(edges) > 0).all()))
+        if inside and (edges[1::2] - edges[::2]).sum() == len(words):
+            flips = np.zeros(size + 1, dtype=np.bool_)
+            flips[edges] = True
+            block = np.frombuffer(before, "<u2", size).copy()
+            block[np.logical_xor.accumulate(flips)[:size]] = words
+            return block.tobytes()
+    found, expected = f"{len(data)} bytes", f"a difference of at most {len(before)} bytes"
+    raise RefusedError("chunk.data", found, expected, "send the whole tensor, without a base")
+
+
 SCHEMA_VERSION = 10
 """10: reasons of refusals, and of servers that are not ready, by which both sides decide."""
 

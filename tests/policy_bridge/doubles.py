@@ -14,14 +14,15 @@ import grpc
 import numpy as np
 import torch
 
+from draft_trainer.ingest.policies import receive_matrices
 from examples.arithmetic_grpo.processes import free_port
 from slipstream.errors import RefusedError, abort_with
 from slipstream.sample import Sample
 from slipstream.serving.server import SERVER_OPTIONS
-from slipstream.tensors import SCHEMA_VERSION, ChunkAssembler, checksum_of, digest
+from slipstream.tensors import SCHEMA_VERSION, checksum_of, digest
 from slipstream.v1 import draft_trainer_pb2 as pb
 from slipstream.v1 import draft_trainer_pb2_grpc as pb_grpc
-from slipstream.v1 import release_pb2, tensor_pb2
+from slipstream.v1 import release_pb2
 
 DEADLINE = 120.0
 
@@ -75,6 +76,7 @@ class FakeTrainer(pb_grpc.DraftTrainerServicer):
     received: list[str] = field(default_factory=list)
     tensors: dict[int, dict[str, torch.Tensor]] = field(default_factory=dict)
     chunks_sent: dict[int, set[str]] = field(default_factory=dict)
+    chunk_bytes: dict[int, int] = field(default_factory=dict)
     events: list[tuple[str, int]] = field(default_factory=list)
     overdrawn: int = 0
     received_bytes: int = 0
@@ -154,26 +156,19 @@ class FakeTrainer(pb_grpc.DraftTrainerServicer):
         if version in self.tensors:
             told = RefusedError("policy_version", header.policy_version, "a new one", "count up")
             abort_with(told, context)
-        held = {
-            spec.sha256: tensors[spec.name]
-            for tensors in self.tensors.values()
-            for spec in header.tensors
-            if digest(tensors[spec.name]) == spec.sha256
-        }
-        assembler = ChunkAssembler(header.tensors, 1 << 30)
-        sent = set()
-        for request in requests:
-            assembler.feed(request.chunk)
-            sent.add(request.chunk.name)
-        wanted = {s.name: held[s.sha256] for s in header.tensors if s.name not in sent}
-        for spec in header.tensors:
-            if spec.name in wanted:
-                data = wanted[spec.name].contiguous().view(torch.uint8).numpy().tobytes()
-                assembler.feed(tensor_pb2.TensorChunk(name=spec.name, offset=0, data=data))
+        held = {digest(one): one for kept in self.tensors.values() for one in kept.values()}
+        chunks = [request.chunk for request in requests]
+        nbytes = sum(len(chunk.data) for chunk in chunks)
+        try:
+            specs = {spec.name: spec for spec in header.tensors}
+            tensors = receive_matrices(specs, header.bases, chunks, held.get)
+        except RefusedError as error:
+            abort_with(error, context)
         with self.changed:
             assert all(header.policy_version > v for v in self.tensors)
-            self.tensors[header.policy_version] = assembler.finish()
-            self.chunks_sent[header.policy_version] = sent
+            self.tensors[header.policy_version] = tensors
+            self.chunks_sent[header.policy_version] = {chunk.name for chunk in chunks}
+            self.chunk_bytes[header.policy_version] = nbytes
             self.events.append(("announced", header.policy_version))
             self.joined.add(header.session_id)
             self.changed.notify_all()

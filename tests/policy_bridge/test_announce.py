@@ -100,6 +100,31 @@ def test_frozen_matrices_are_copied_and_hashed_once(
     assert torch.equal(trainer.tensors[3]["embed_tokens.weight"], embed)
 
 
+def test_of_a_trained_matrix_only_changes_are_sent(
+    trainer: FakeTrainer, connect: Connect, model: torch.nn.Module
+) -> None:
+    embed, head = model.get_input_embeddings().weight, model.lm_head.weight
+    bridge = connect(version=1)
+
+    def announced(version: int, row: slice) -> int:
+        with torch.no_grad():
+            embed[row] = version + 7.0
+        sync(bridge, version)
+        trainer.wait_for(lambda: version in trainer.tensors)
+        assert torch.equal(trainer.tensors[version]["embed_tokens.weight"], embed)
+        assert bridge.stats().last_error == ""
+        return trainer.chunk_bytes[version]
+
+    trainer.wait_for(lambda: 1 in trainer.tensors)
+    whole = embed.nbytes + head[trainer.vocab_ids].nbytes
+    assert trainer.chunk_bytes[1] == whole
+    assert announced(2, slice(3, 20)) <= 1.1 * embed[3:20].nbytes
+    assert announced(3, slice(None)) <= embed.nbytes + 16
+    # A trainer that has let go of what they are changes of gets everything.
+    trainer.tensors.clear()
+    assert announced(4, slice(5, 6)) == whole
+
+
 def test_only_the_lead_announces(
     trainer: FakeTrainer, connect: Connect, model: torch.nn.Module
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 
@@ -13,9 +14,11 @@ from slipstream.tensors import (
     ChunkAssembler,
     bytes_of,
     chunks_of,
+    difference,
     digest,
     dtype_from_wire,
     dtype_to_wire,
+    patched,
     spec_of,
 )
 from slipstream.v1 import tensor_pb2
@@ -69,6 +72,50 @@ def test_tensor_received_owns_writable_memory() -> None:
 def test_tensor_dtype_outside_wire_refused(dtype: torch.dtype) -> None:
     with pytest.raises(RefusedError, match="dtype"):
         spec_of("t", torch.zeros(1, dtype=dtype))
+
+
+@pytest.mark.parametrize(
+    ("share", "most"),
+    [(0.0, 8), (0.004, 2000), (0.025, 12_000), (0.5, 80_016), (1.0, 80_016)],
+)
+def test_a_difference_gives_back_every_bit(share: float, most: int) -> None:
+    """Of 40,000 words, about so many differ: steps of RL leave 97 to 99.6 % of bfloat16 values."""
+    generator = torch.Generator().manual_seed(0)
+    before = make(torch.bfloat16, (200, 200))
+    now = before.clone()
+    now[torch.rand(200, 200, generator=generator) < share] = float("nan")
+    data = difference(bytes_of(now), bytes_of(before))
+    assert len(data) <= most
+    # The base goes on behind the block.
+    longer = memoryview(bytes(bytes_of(before)) + b"more")
+    assert patched(data, longer) == bytes(bytes_of(now))
+
+
+def words(*head: int, data: bytes = b"") -> bytes:
+    return np.array(head, "<u4").tobytes() + data
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        words(2),
+        words(5, 0),  # longer than its base
+        words(4, 2, 1),  # an edge is missing
+        words(4, 1, 1),
+        words(4, 2, 1, 3, data=b"abc"),  # a word is cut short
+        words(4, 2, 1, 3, data=b"ab"),
+        words(4, 2, 3, 1, data=b"abcd"),  # not ascending
+        words(4, 4, 0, 2, 2, 3, data=b"abcdef"),
+        words(4, 2, 3, 5, data=b"abcd"),  # beyond its end
+        words(4, 0, data=b"ab"),
+        words(4, 1 << 31, 0, 1, data=b"ab"),
+    ],
+)
+def test_what_is_no_difference_is_refused(data: bytes) -> None:
+    with pytest.raises(RefusedError, match="without a base"):
+        patched(data, memoryview(bytes(8)))
+    assert patched(words(4, 2, 1, 3, data=b"abcd"), memoryview(bytes(8))) == b"\0\0abcd\0\0"
 
 
 def tensors() -> dict[str, torch.Tensor]:
