@@ -202,7 +202,7 @@ def _spec_bytes(spec: tensor_pb2.TensorSpec) -> int:
 
 
 def difference(block: memoryview, before: memoryview) -> bytes:
-    """What makes ``block`` of ``before``, of the same even length: the words that differ.
+    """Return what makes ``block`` of ``before``, of the same even length: the words that differ.
 
     Little-endian: uint32, how many words of 16 bits the block has, how many edges follow, and the
     edges, where words begin to differ, then where they cease to, and so on; uint16, the words. In
