@@ -38,7 +38,7 @@ from torch.nn.functional import pad
 
 from draft_trainer.drafters.batch import Batch, ahead, moved
 from draft_trainer.drafters.draft import Draft
-from draft_trainer.drafters.ops import product, rate_prediction
+from draft_trainer.drafters.ops import add_product, product, rate_prediction
 from draft_trainer.drafters.policy import PolicyHead, policy_logits
 from draft_trainer.kernels import library
 from draft_trainer.kernels.rows import score_rows
@@ -182,7 +182,7 @@ class _SoftTargetLoss(torch.autograd.Function):
             if grad_lm_head is not None:
                 learned = states[:, frozen:].unflatten(0, (steps, -1))
                 weighted = (learned * factor).to(states.dtype)
-                grad_lm_head += product(gradient.T, weighted.flatten(0, 1))
+                add_product(grad_lm_head, gradient.T, weighted.flatten(0, 1))
             flowing = product(gradient, lm_head).unflatten(0, (steps, -1))
             torch.mul(flowing, factor, out=grad_hidden[:, rows])
             if to_states is not None:

@@ -207,6 +207,19 @@ def product(a: Tensor, b: Tensor) -> Tensor:
     return _onednn(a, b)
 
 
+def add_product(into: Tensor, a: Tensor, b: Tensor) -> None:
+    """Add [M, K] times [K, N] to a tensor [M, N] of their type, or in float32.
+
+    CUDA adds to float32 what it has not rounded, in one pass, from torch 2.10 on:
+    https://github.com/pytorch/pytorch/pull/167931.
+    """
+    by_cuda = (into.is_cuda and torch.version.hip is None) or into.is_meta
+    if by_cuda and torch.__version__ >= (2, 10) and into.dtype != a.dtype:
+        torch.addmm(into, a, b, out_dtype=into.dtype, out=into)
+    else:
+        into += product(a, b)
+
+
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """``torch.nn.functional.linear``: [..., in] with weight [out, in] to [..., out]."""
     if not _through_onednn(x):

@@ -72,7 +72,7 @@ class Counts(TorchDispatchMode):
     ) -> Any:
         kwargs = dict(kwargs or {})
         name = operator.overloadpacket.__name__
-        given = list(_tensors([*args, *kwargs.values()]))
+        given = list({id(x): x for x in _tensors([*args, *kwargs.values()])}.values())
         if name == "_local_scalar_dense" and given[0].is_meta:
             self.waits += 1
             return 0

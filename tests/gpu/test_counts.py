@@ -112,14 +112,14 @@ def _pass(
     return counts
 
 
-@pytest.mark.parametrize(("temperature", "moved", "peak"), [(1.0, 361, 15.5), (0.6, 372, 16.5)])
+@pytest.mark.parametrize(("temperature", "moved", "peak"), [(1.0, 345, 15.5), (0.6, 356, 16.5)])
 def test_training_pass_of_16384_tokens(temperature: float, moved: float, peak: float) -> None:
     """8 rows of 2,048 tokens, K = 5, 32,000 draft tokens; no wait, whatever the temperature."""
     counts = _pass(8, 2048, 32_000, temperature)
     assert counts.waits == 0
-    assert counts.launches <= 1030
+    assert counts.launches <= 1015
     assert counts.other_bytes <= moved * GB
-    assert counts.product_bytes <= 77 * GB
+    assert counts.product_bytes <= 86 * GB
     assert counts.peak_bytes <= peak * GB
 
 
