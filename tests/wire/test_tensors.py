@@ -79,7 +79,7 @@ def test_tensor_dtype_outside_wire_refused(dtype: torch.dtype) -> None:
     [(0.0, 8), (0.004, 2000), (0.025, 12_000), (0.5, 80_016), (1.0, 80_016)],
 )
 def test_a_difference_gives_back_every_bit(share: float, most: int) -> None:
-    """Of 40,000 words, about so many differ: steps of RL leave 97 to 99.6 % of bfloat16 values."""
+    """A share of 40,000 words differs; steps of RL leave 97 to 99.6 % of bfloat16 values."""
     generator = torch.Generator().manual_seed(0)
     before = make(torch.bfloat16, (200, 200))
     now = before.clone()
