@@ -151,8 +151,8 @@ def acceptance_on(
         if not names:
             raise _no_anchor()
         walked.append(_walk(waiting))
-    sums = (torch.cat(each, dim=-1) for each in zip(*walked, strict=True))
-    return replace(_estimate(*sums, names), ignored=tuple(sorted(ignored)))
+    accepted, drafts, spans = (torch.cat(each, dim=-1) for each in zip(*walked, strict=True))
+    return replace(_estimate(accepted, drafts, spans, names), ignored=tuple(sorted(ignored)))
 
 
 def _walk(parts: Sequence[tuple[Tensor, ...]]) -> tuple[Tensor, Tensor, Tensor]:

@@ -214,7 +214,7 @@ def add_product(into: Tensor, a: Tensor, b: Tensor) -> None:
     https://github.com/pytorch/pytorch/pull/167931.
     """
     by_cuda = (into.is_cuda and torch.version.hip is None) or into.is_meta
-    if by_cuda and torch.__version__ >= (2, 10) and into.dtype != a.dtype:
+    if by_cuda and torch.__version__ >= "2.10" and into.dtype != a.dtype:
         torch.addmm(into, a, b, out_dtype=into.dtype, out=into)
     else:
         into += product(a, b)
