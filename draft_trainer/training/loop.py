@@ -225,7 +225,7 @@ class TrainingLoop:
                 self._consider(run)
 
     def _is_due(self) -> bool:
-        """Whether the weights are worth a gate decision."""
+        """Return whether the weights are worth a gate decision."""
         config = self.config.training
         if self._steps_since_candidate >= self.learner.pace.steps_per_candidate(config):
             return True
