@@ -245,7 +245,9 @@ class Learner:
         return head
 
     @torch.no_grad()
-    def settle(self, served: Draft, share: float, gain: float, half_width: float) -> None:
+    def settle(
+        self, served: Draft, share: float, gain: float, half_width: float, steps: int
+    ) -> None:
         """Go on from the candidate that was gated, at a pace that suits its gain.
 
         Args:
@@ -253,13 +255,14 @@ class Learner:
             share: of that candidate.
             gain: its acceptance length over that of ``served``.
             half_width: of the interval of ``gain``.
+            steps: since the candidate before it.
         """
         self._wait_for_copy()
         if share < 1.0:
             for name, weight in self._on_the_line(served, share).items():
                 self.head.get_parameter(name).copy_(weight)
                 self._optimizer.averaged[name].copy_(weight)
-        self.pace.settle(share, gain, half_width)
+        self.pace.settle(share, gain, half_width, steps, self.config)
 
     def restart_optimizer(self) -> None:
         """Fresh moments and a new pace: for another policy, whose gradients are other ones."""
@@ -316,8 +319,8 @@ class Learner:
             tensor.copy_(state[name])
         for name in _COUNTERS:
             setattr(self, name, int(state[f"counter.{name}"]))
-        halvings, measured = state["pace"].tolist()
-        self.pace = Pace(halvings, bool(measured))
+        halvings, measured, *steps = state["pace"].tolist()
+        self.pace = Pace(halvings, bool(measured), *steps)
 
     def _within_the_window(self, samples: Sequence[Sample]) -> Sequence[Sample]:
         window, steps = self.head.config.max_row_tokens, self.config.ttt_steps

@@ -355,9 +355,9 @@ class TrainingLoop:
             return
         if not self._steps_since_candidate or run.run_id != self.position.run_id:
             return
-        self._steps_since_candidate = 0
+        steps, self._steps_since_candidate = self._steps_since_candidate, 0
         began = time.monotonic()
-        version = self._candidate(run)
+        version = self._candidate(run, steps)
         self._gate_seconds = time.monotonic() - began
         if version is not None:
             self.position = replace(self.position, newest_release=version)
@@ -368,8 +368,12 @@ class TrainingLoop:
         else:
             self.states.moved()
 
-    def _candidate(self, run: Run) -> int | None:
+    def _candidate(self, run: Run, steps: int) -> int | None:
         """Compare the averaged weights, as they would be served, with the promoted release.
+
+        Args:
+            run: whose held-out states are compared on.
+            steps: since the candidate before it.
 
         Returns:
             The new release, if the candidate passed and was written.
@@ -407,7 +411,7 @@ class TrainingLoop:
             self.registry.retain(self.config.draft)
         if result.HasField("gate"):
             gate = result.gate
-            learner.settle(served, shares[best], gate.difference, gate.difference_half_width)
+            learner.settle(served, shares[best], gate.difference, gate.difference_half_width, steps)
             self.economy.compared(gate, promoted, self.pointer.now.pinned)
         return version
 

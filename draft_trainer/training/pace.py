@@ -38,10 +38,12 @@ class Pace:
     Attributes:
         halvings: of the learning rate, 0 to ``SLOWEST``; if negative, of a step's tokens (``FAR``).
         measured: whether a step was measured since ``restart``.
+        steps_since_gain: far from the best, optimizer steps since a candidate was surely better.
     """
 
     halvings: int = 0
     measured: bool = True
+    steps_since_gain: int = 0
 
     @property
     def shares(self) -> tuple[float, ...]:
@@ -60,7 +62,7 @@ class Pace:
 
     def restart(self) -> None:
         """Start carefully on another policy, until a step measures how the draft does on it."""
-        self.halvings, self.measured = 1, False
+        self.halvings, self.measured, self.steps_since_gain = 1, False, 0
 
     def begin(self, step_acceptance: Sequence[float]) -> None:
         """Take what the first step measured before it moved the weights: the acceptance rate by
@@ -70,18 +72,29 @@ class Pace:
         if 1.0 + sum(accumulate(known, mul)) < NEW_LENGTH:
             self.halvings = FAR
 
-    def settle(self, share: float, gain: float, half_width: float) -> None:
+    def settle(
+        self, share: float, gain: float, half_width: float, steps: int, config: TrainingConfig
+    ) -> None:
         """Take the gate's result on a candidate.
+
+        Far from the best, one that is no better ends that pace only with as many steps as
+        ``steps_per_candidate`` says behind it: a gate may be due by time after a few.
 
         Args:
             share: the candidate's, of ``shares``; below 1, it is surely better than the whole way.
             gain: its acceptance length over that of the served draft.
             half_width: half the width of the interval of ``gain``.
+            steps: since the candidate before it.
+            config: [training].
         """
         far = self.halvings < 0
+        waits = far and gain <= half_width
+        self.steps_since_gain = self.steps_since_gain + steps if waits else 0
         if share == 1.0 and gain > half_width:
             self.halvings = FAR if far else max(self.halvings - 1, 0)
-        elif far or share < 1.0 or gain < -half_width:
+            return
+        enough = waits and self.steps_since_gain >= self.steps_per_candidate(config)
+        if enough or share < 1.0 or gain < -half_width:
             self.halvings = min(max(self.halvings, 0) + 1, SLOWEST)
 
     def batch_tokens(self, config: TrainingConfig, arrived: int) -> int:

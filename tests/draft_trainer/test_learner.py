@@ -145,18 +145,18 @@ def test_settle_moves_weights_and_halves_the_rate() -> None:
     begin, end = served.fc.weight.detach(), far.get_parameter("fc.weight")
     assert torch.equal(near.get_parameter("fc.weight"), begin.lerp(end, 0.25))
     before = learner.state_dict()
-    learner.settle(served, 1.0, gain=0.1, half_width=0.2)
+    learner.settle(served, 1.0, gain=0.1, half_width=0.2, steps=9)
     assert all(torch.equal(before[name], value) for name, value in learner.state_dict().items())
-    learner.settle(served, 0.25, gain=0.1, half_width=0.05)
+    learner.settle(served, 0.25, gain=0.1, half_width=0.05, steps=9)
     state = learner.state_dict()
     for kind in ("head", "average"):
         assert torch.equal(state[f"{kind}.fc.weight"], near.get_parameter("fc.weight"))
     assert learner.step(samples, heads).learning_rate == pytest.approx(0.75e-3)
     for gain, halvings in ((0.1, 1), (0.1, 0), (0.1, 0), (-0.1, 1)):
-        learner.settle(served, 1.0, gain, half_width=0.05)
+        learner.settle(served, 1.0, gain, half_width=0.05, steps=9)
         assert learner.pace.halvings == halvings
     for _ in range(9):
-        learner.settle(served, 0.5, gain=0.1, half_width=0.05)
+        learner.settle(served, 0.5, gain=0.1, half_width=0.05, steps=9)
     assert learner.pace.halvings == 4
     again = Learner(head(1), config)
     again.load_state_dict(learner.state_dict())

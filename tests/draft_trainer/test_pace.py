@@ -30,11 +30,11 @@ def test_pace_follows_measured_acceptance() -> None:
     assert pace.steps_per_candidate(NONE_SET) * pace.batch_tokens(NONE_SET, ARRIVES) == 50 * 256
     given = TrainingConfig(batch_tokens=512)
     assert (pace.batch_tokens(given, ARRIVES), pace.steps_per_candidate(given)) == (512, 50)
-    pace.settle(1.0, 0.02, half_width=0.01)
+    pace.settle(1.0, 0.02, 0.01, 200, NONE_SET)
     assert pace.halvings == FAR
     for share, gain in ((1.0, 0.005), (1.0, -0.02), (0.5, 1.0)):
         pace.halvings = FAR
-        pace.settle(share, gain, half_width=0.01)
+        pace.settle(share, gain, 0.01, 200, NONE_SET)
         assert (pace.halvings, pace.rate, pace.batch_tokens(NONE_SET, ARRIVES)) == (1, 0.5, 256)
     for rates in ((0.4, 0.5), (0.9, 0.8), (0.9, math.nan)):
         pace.restart()
@@ -42,16 +42,29 @@ def test_pace_follows_measured_acceptance() -> None:
         assert pace.measured and pace.halvings == 1
 
 
+def test_pace_far_from_best_outlasts_gates_after_few_steps() -> None:
+    # By time, a gate is due after 40 steps here; a candidate has 200.
+    pace = Pace(halvings=FAR)
+    for gain in (0.005, -0.005, 0.02, 0.005, -0.005, 0.005, 0.005):
+        pace.settle(1.0, gain, 0.01, 40, NONE_SET)
+        assert pace.halvings == FAR
+    pace.settle(1.0, 0.005, 0.01, 40, NONE_SET)
+    assert pace.halvings == 1
+    pace.halvings = FAR
+    pace.settle(1.0, -0.02, 0.01, 1, NONE_SET)
+    assert pace.halvings == 1
+
+
 def test_pace_changes_only_by_significant_gains() -> None:
     pace = Pace(halvings=2)
     for gain in (0.04, -0.04, 0.05, -0.05):
-        pace.settle(1.0, gain, half_width=0.05)
+        pace.settle(1.0, gain, 0.05, 50, NONE_SET)
         assert pace.halvings == 2
     for expected in (1, 0, 0):
-        pace.settle(1.0, 0.06, half_width=0.05)
+        pace.settle(1.0, 0.06, 0.05, 50, NONE_SET)
         assert pace.halvings == expected
     for share, gain in ((0.5, 0.06), (1.0, -0.06), (0.25, 0.01), (0.25, -0.06), (0.25, 0.06)):
-        pace.settle(share, gain, half_width=0.05)
+        pace.settle(share, gain, 0.05, 50, NONE_SET)
     assert pace.halvings == SLOWEST
 
 

@@ -118,7 +118,7 @@ def test_every_weight_change_waits_for_state_copies(change: str, log: list[str])
     learner.change_after(torch.cuda.Event())
     match change:
         case "settle":
-            learner.settle(head(1), 0.5, gain=0.1, half_width=0.0)
+            learner.settle(head(1), 0.5, gain=0.1, half_width=0.0, steps=1)
         case "load":
             learner.load_state_dict(before)
         case _:
