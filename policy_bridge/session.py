@@ -291,10 +291,11 @@ class Announcer:
         before = [one for one in kept if one.policy_version < snapshot.policy_version]
         found = {}
         for spec in before[-1].specs if before else ():
-            old, new = before[-1].tensors[spec.name], snapshot.tensors[spec.name]
-            alike = (old.shape, old.dtype) == (new.shape, new.dtype)
-            if spec.name in names and spec.sha256 in self._held_hashes and alike:
-                found[spec.name] = spec.sha256, old
+            # None are sent of a version that another process announces.
+            if spec.name in names and spec.sha256 in self._held_hashes:
+                old, new = before[-1].tensors[spec.name], snapshot.tensors[spec.name]
+                if (old.shape, old.dtype) == (new.shape, new.dtype):
+                    found[spec.name] = spec.sha256, old
         return found
 
     def _send(

@@ -6,16 +6,19 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
+from draft_trainer.ingest.policies import receive_matrices
 from policy_bridge import session as announce
 from slipstream.errors import RefusedError
 from slipstream.tensors import frame_chunk
 from slipstream.v1 import draft_trainer_pb2 as pb
 from tests.gpu.shortages import shortage
 
+from . import doubles
 from .conftest import Connect, batch, deliver, ship, sync
 from .doubles import DEADLINE, FakeTrainer
 
@@ -123,6 +126,56 @@ def test_of_a_trained_matrix_only_changes_are_sent(
     # A trainer that has let go of what they are changes of gets everything.
     trainer.tensors.clear()
     assert announced(4, slice(5, 6)) == whole
+
+
+@pytest.mark.parametrize("block_bytes", [100, 1 << 20])
+@pytest.mark.parametrize("rows", [slice(3, 20), slice(None)])
+def test_trainer_that_knows_no_bases_gets_whole_tensors(
+    trainer: FakeTrainer,
+    connect: Connect,
+    model: torch.nn.Module,
+    monkeypatch: pytest.MonkeyPatch,
+    block_bytes: int,
+    rows: slice,
+) -> None:
+    """It ignores the field, and takes each difference for the tensor's own bytes."""
+    refused: list[str] = []
+
+    def receive(specs: Any, bases: Any, chunks: Any, held: Any) -> dict[str, torch.Tensor]:
+        try:
+            return receive_matrices(specs, {}, chunks, held)
+        except RefusedError as error:
+            refused.append(error.field)
+            raise
+
+    monkeypatch.setattr(doubles, "receive_matrices", receive)
+    monkeypatch.setattr(announce, "BLOCK_BYTES", block_bytes)
+    embed, head = model.get_input_embeddings().weight, model.lm_head.weight
+    bridge = connect(version=1)
+    trainer.wait_for(lambda: 1 in trainer.tensors)
+    with torch.no_grad():
+        embed[rows] = 7.0
+    sync(bridge, 2)
+    trainer.wait_for(lambda: 2 in trainer.tensors)
+    assert len(refused) == 1 and refused[0].startswith("embed_tokens.weight")
+    assert torch.equal(trainer.tensors[2]["embed_tokens.weight"], embed)
+    assert trainer.chunk_bytes[2] == embed.nbytes + head[trainer.vocab_ids].nbytes
+    assert bridge.stats().last_error == ""
+
+
+def test_lead_that_passes_to_another_process(
+    trainer: FakeTrainer, connect: Connect, model: torch.nn.Module
+) -> None:
+    """Each has announced a version with matrices before one that it leaves to the other."""
+    first, second = (connect(seed=seed) for seed in range(2))
+    for version in range(1, 5):
+        lead, other = (first, second) if version % 2 else (second, first)
+        sync(other, version, lead=False)
+        sync(lead, version)
+        trainer.wait_for(lambda version=version: version in trainer.tensors)
+        deliver(other, model, batch((9, 7), seed=version))
+        assert other.stats().last_error == "" and other.stats().shed == {}
+    assert first.stats().accepted == second.stats().accepted == 4
 
 
 def test_only_the_lead_announces(
