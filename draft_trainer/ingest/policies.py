@@ -18,7 +18,14 @@ from draft_trainer.files import SAFETENSORS_PART
 from slipstream.errors import RefusedError, StatusCode
 from slipstream.sample import STATE_DTYPES
 from slipstream.sampling import LogitForm
-from slipstream.tensors import ChunkAssembler, bytes_of, digest, dtype_from_wire, patched
+from slipstream.tensors import (
+    CHUNK_BYTES,
+    ChunkAssembler,
+    bytes_of,
+    digest,
+    dtype_from_wire,
+    patched,
+)
 from slipstream.v1 import draft_trainer_pb2 as pb
 from slipstream.v1 import release_pb2, tensor_pb2
 
@@ -127,7 +134,8 @@ def receive_matrices(
 
     Raises:
         RefusedError: a tensor that is neither sent nor held, or whose base is not
-            (FAILED_PRECONDITION), another hash than declared, or a value that is not finite.
+            (FAILED_PRECONDITION), a difference of over ``CHUNK_BYTES`` of a tensor, another hash
+            than declared, or a value that is not finite.
     """
 
     def fitting(hashes: Mapping[str, bytes]) -> dict[str, torch.Tensor]:
@@ -152,7 +160,10 @@ def receive_matrices(
     for chunk in chunks:
         if chunk.name not in tensors:
             if chunk.name in before:
-                chunk.data = patched(chunk.data, bytes_of(before[chunk.name])[chunk.offset :])
+                # Bounded: eight bytes may stand for a block of any length.
+                end = chunk.offset + CHUNK_BYTES
+                block = bytes_of(before[chunk.name])[chunk.offset : end]
+                chunk.data = patched(chunk.data, block)
             assembler.feed(chunk)
             sent.add(chunk.name)
     absent = sorted(missing.keys() - sent)

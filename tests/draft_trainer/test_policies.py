@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from draft_trainer.drafters import policy
 from draft_trainer.drafters.policy import PolicyHead, PolicyHeads
-from draft_trainer.ingest.policies import MatrixFiles
+from draft_trainer.ingest.policies import EMBED_TOKENS, MatrixFiles, receive_matrices
 from slipstream.errors import RefusedError, StatusCode
-from slipstream.tensors import digest
+from slipstream.tensors import bytes_of, difference, digest, spec_of
+from slipstream.v1 import tensor_pb2
 from tests.gpu.shortages import shortage
 
 
@@ -99,3 +101,66 @@ def test_policy_heads_make_room_on_a_device(monkeypatch: pytest.MonkeyPatch) -> 
         store.add(PolicyHead(version, torch.randn(16, 16), embed, torch.randn(16)))
     assert store._device_bytes() == 0
     assert store.on(heads[3], device).lm_head_rows.device == device
+
+
+ROWS, WIDTH = 3 << 10, 1 << 10
+BASE = torch.zeros(ROWS, WIDTH, dtype=torch.bfloat16)
+MOVED = BASE.clone()
+MOVED[::7, 5] = 1.0
+
+
+def received_as(
+    base: torch.Tensor, changes: list[tuple[int, bytes]], declared: bytes = b"base"
+) -> torch.Tensor:
+    """MOVED, received as differences, by offset, from ``base``."""
+    chunks = [
+        tensor_pb2.TensorChunk(name=EMBED_TOKENS, offset=offset, data=data)
+        for offset, data in changes
+    ]
+    specs = {EMBED_TOKENS: spec_of(EMBED_TOKENS, MOVED)}
+    bases = {EMBED_TOKENS: declared, "another": b"base"}
+    return receive_matrices(specs, bases, chunks, {b"base": base}.get)[EMBED_TOKENS]
+
+
+def changes(step: int) -> list[tuple[int, bytes]]:
+    new, old = bytes_of(MOVED), bytes_of(BASE)
+    blocks = [slice(at, at + step) for at in range(0, len(new), step)]
+    return [(block.start, difference(new[block], old[block])) for block in blocks]
+
+
+BLOCK = 1 << 20
+
+
+@pytest.mark.parametrize("step", [1000, BLOCK, 4 << 20])
+def test_differences_of_any_blocks_make_the_tensor(step: int) -> None:
+    assert torch.equal(received_as(BASE, changes(step)), MOVED)
+
+
+@pytest.mark.parametrize(
+    ("base", "sent", "found"),
+    [
+        (BASE.half(), changes(BLOCK), "bases.embed_tokens.weight: found 62617365"),
+        (BASE[1:], changes(BLOCK), "bases.embed_tokens.weight: found 62617365"),
+        (BASE.float(), changes(BLOCK), "bases.embed_tokens.weight: found 62617365"),
+        (BASE + 1, changes(BLOCK), "sha256"),
+        (BASE, changes(BLOCK)[::-1], "offset"),
+        (BASE, changes(BLOCK)[1:], "offset"),
+        (BASE, changes(BLOCK)[:-1], "5242880 bytes"),
+        (BASE, [*changes(BLOCK), (6 << 20, bytes(4))], "a difference of at most 0 bytes"),
+        (BASE, [((1 << 64) - 1, changes(BLOCK)[0][1])], "a difference of at most 0 bytes"),
+        (BASE, [(5, changes(BLOCK)[0][1])], "offset"),
+        (BASE, [(0, changes(BLOCK)[0][1][:-1])], "a difference"),
+        (BASE, [(0, bytes(bytes_of(MOVED)[:BLOCK]))], "found 1048576 bytes"),
+        # Eight bytes for the whole of a tensor.
+        (BASE, [(0, np.array([BASE.numel(), 0], "<u4").tobytes())], "at most 4194304 bytes"),
+        (BASE, changes(6 << 20), "at most 4194304 bytes"),
+    ],
+)
+def test_differences_of_another_base_are_refused(
+    base: torch.Tensor, sent: list[tuple[int, bytes]], found: str
+) -> None:
+    with pytest.raises(RefusedError, match=found):
+        received_as(base, sent)
+    with pytest.raises(RefusedError, match="bases") as caught:
+        received_as(base, sent, declared=b"forgotten")
+    assert caught.value.code is StatusCode.FAILED_PRECONDITION
