@@ -23,6 +23,7 @@ from slipstream.errors import RefusedError
 Merge = Callable[[], torch.Tensor]
 _MERGED = {f"peft.tuners.lora.layer.{name}" for name in ("Linear", "Embedding", "ParamWrapper")}
 _DORA = {"DoraLinearVariant", "DoraEmbeddingVariant"}
+_EXPECTED = "LoRA on linear layers, embeddings or parameters"
 _BY_HAND = "merge a copy of the policy, and push its tensors by the base model's names"
 
 
@@ -42,13 +43,16 @@ def without_adapters(
         float32 or wider; to be called once. Of a sharded ``state`` this is a collective call.
 
     Raises:
-        RefusedError: adapters that are disabled, or that no merged tensor can stand for.
+        RefusedError: adapters that are disabled, that no merged tensor can stand for, or without
+            all tensors of their layer.
     """
     wrappers = _wrappers(model) if model is not None else {}
     plain: dict[str, torch.Tensor] = {}
     layers: dict[str, _Layer] = {}
     for full_name, tensor in state.items():
-        name = full_name.removeprefix("base_model.model.") if wrappers else full_name
+        name = full_name
+        if wrappers:
+            name = plain_name(full_name).removeprefix("base_model.model.")
         path = name
         while path and path not in wrappers:
             path = path.rpartition(".")[0]
@@ -61,6 +65,8 @@ def without_adapters(
         layers[path].tensors[inside] = tensor
         if inside.startswith(prefix := layers[path].prefix):
             plain[f"{path}.{inside.removeprefix(prefix)}"] = tensor
+    for layer in layers.values():
+        layer.check_whole()
     if model is not None and layers:
         _refuse_tied(model, layers)
     return plain, {
@@ -79,7 +85,7 @@ def _wrappers(model: nn.Module) -> dict[str, Any]:
         return {}  # FSDP1: what was gathered of it is pushed by its own names
     found: dict[str, Any] = {}
     for full_name, module in policy.named_modules():
-        name = plain_name(full_name)
+        name = plain_name(f"{full_name}.")[:-1]
         # A transformers model has a method of this name.
         if isinstance(getattr(module, "disable_adapters", None), bool) and not any(
             name.startswith(f"{outer}.") for outer in found
@@ -103,6 +109,14 @@ class _Layer:
         self._path = path
         self._merged: dict[str, torch.Tensor] = {}
 
+    def check_whole(self) -> None:
+        """Raise RefusedError if a tensor is missing, such as the base's beside adapters alone."""
+        merges = hasattr(self.module, "base_layer")
+        for name, _ in self.module.named_parameters():
+            if name not in self.tensors and (merges or name.startswith(self.prefix)):
+                found, expected = f"no {self._path}.{name}", "all tensors of the policy"
+                raise _refused(found, expected, "pass its whole state dict")
+
     def take(self, name: str) -> torch.Tensor:
         """A merged parameter, each of them once: memory is then free again."""
         if not self._merged:
@@ -111,10 +125,6 @@ class _Layer:
 
     @torch.no_grad()
     def _merge(self) -> dict[str, torch.Tensor]:
-        names = [name for name, _ in self.module.named_parameters()]
-        if missing := [name for name in names if name not in self.tensors]:
-            found, expected = f"no {self._path}.{missing[0]}", "all tensors of the policy"
-            raise _refused(found, expected, "pass its whole state dict")
         copied: Any = _copied(self.module, self.tensors)
         base = copied.get_base_layer()
         with torch.autocast(next(base.parameters()).device.type, enabled=False):
@@ -146,23 +156,23 @@ def _copied(module: nn.Module, tensors: Mapping[str, torch.Tensor], path: str = 
 
 
 def _prefix(path: str, module: Any) -> str:
-    # FSDP2 makes a class of its own from a module's.
-    kinds = [f"{c.__module__}.{c.__name__}" for c in type(module).__mro__]
-    kind = next((one for one in kinds if one.startswith("peft.")), kinds[0])
-    here = f"{kind} at {path}"
+    kind = _kind(module)
+    here, saves = f"{kind} at {path}", kind.endswith(".ModulesToSaveWrapper")
     if module.disable_adapters:
         step = "leave disable_adapter() first"
         raise _refused(f"{here}, its adapters disabled", "the policy as it trains", step)
-    active = active_adapters(module)
-    if kind.endswith(".ModulesToSaveWrapper"):
-        if any(hasattr(part, "base_layer") for part in module.modules()):
-            raise _refused(f"LoRA in {here}", "one or the other", _BY_HAND)
+    if not saves and kind not in _MERGED:
+        raise _refused(here, _EXPECTED, _BY_HAND)
+    active, base = active_adapters(module), module if saves else module.get_base_layer()
+    if any(hasattr(part, "base_layer") for part in base.modules()):
+        raise _refused(f"LoRA in {here}", "one or the other", _BY_HAND)
+    if saves:
         saved = active[:1] if set(active) <= module.modules_to_save.keys() else []
         return f"modules_to_save.{saved[0]}." if saved else "original_module."
-    if kind not in _MERGED:
-        raise _refused(here, "LoRA on linear layers, embeddings or parameters", _BY_HAND)
-    prefix, base = "", module.get_base_layer()
+    prefix = ""
     while module is not base:
+        if _kind(module) not in _MERGED:  # PEFT's mixed models
+            raise _refused(f"{_kind(module)} at {path}", _EXPECTED, _BY_HAND)
         on = [one for one in active if one in module.scaling]
         variants = {type(v).__name__ for one, v in module.lora_variant.items() if one in on}
         if variants and (len(on) > 1 or not variants <= _DORA):
@@ -175,6 +185,12 @@ def _prefix(path: str, module: Any) -> str:
         if not weight.is_floating_point() or weight.element_size() == 1:
             raise _refused(f"{path} in {weight.dtype}, quantized", "plain numbers", _BY_HAND)
     return prefix
+
+
+def _kind(module: nn.Module) -> str:
+    # FSDP2 makes a class of its own from a module's.
+    kinds = [f"{c.__module__}.{c.__name__}" for c in type(module).__mro__]
+    return next((one for one in kinds if one.startswith("peft.")), kinds[0])
 
 
 def _refuse_tied(model: nn.Module, layers: Mapping[str, _Layer]) -> None:

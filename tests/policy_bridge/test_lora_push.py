@@ -212,6 +212,40 @@ def of_bitsandbytes() -> Any:
     return model
 
 
+def mixed(*kinds: type[Any]) -> Any:
+    """Adapters of several tuners on one layer, the last one outermost."""
+    configs = [kind(r=2, target_modules=["q_proj"]) for kind in kinds]
+    model = peft.get_peft_model(tiny_qwen3(), configs[0], mixed=True)
+    for number, config in enumerate(configs[1:]):
+        model.add_adapter(f"more-{number}", config)
+    model.set_adapter([*model.base_model.peft_config])
+    return model
+
+
+class Scaled(nn.Linear):
+    """A linear layer in a module with a matrix of its own."""
+
+    def __init__(self) -> None:
+        super().__init__(8, 8)
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return self.inner(super().forward(input))
+
+
+def nested() -> Any:
+    policy = nn.Sequential(Scaled())
+    config = peft.LoraConfig(r=2, target_parameters=["0.weight"], target_modules=["inner"])
+    return peft.get_peft_model(policy, config)
+
+
+def compiled_base() -> Any:
+    model = lora(tiny_qwen3())
+    layer = model.base_model.model.model.layers[0].self_attn.q_proj
+    layer.base_layer = torch.compile(layer.base_layer, backend="eager")
+    return model
+
+
 def other_tuner(config: peft.PeftConfig) -> Any:
     return peft.get_peft_model(tiny_qwen3(), config)
 
@@ -242,6 +276,13 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         ),
         "ia3.layer.Linear at .*q_proj",
     ),
+    "mixed": (lambda: mixed(peft.LoraConfig, peft.LoHaConfig), "loha.layer.Linear at .*q_proj"),
+    "mixed-inside": (
+        lambda: mixed(peft.LoHaConfig, peft.LoraConfig),
+        "loha.layer.Linear at .*q_proj",
+    ),
+    "nested": (nested, "LoRA in peft.tuners.lora.layer.ParamWrapper at 0"),
+    "compiled-base": (compiled_base, "no .*q_proj.base_layer._orig_mod.weight"),
     "prompts": (
         lambda: other_tuner(peft.PromptTuningConfig("CAUSAL_LM", num_virtual_tokens=2)),
         "PeftModelForCausalLM without LoRA",
@@ -259,8 +300,28 @@ def test_adapters_that_no_tensor_stands_for_refused(kind: str) -> None:
     assert policy_tensors(plain, "", model).keys() == plain.keys()
 
 
-def test_state_dict_without_adapters_tensors_refused() -> None:
-    model = lora(tiny_qwen3())
-    state = {name: t for name, t in model.state_dict().items() if "lora_A" not in name}
-    with pytest.raises(RefusedError, match=r"no model\.layers\.0\..*lora_A.*whole state dict"):
-        policy_tensors(state, "", model)
+def test_state_dict_without_tensors_of_a_layer_refused() -> None:
+    """Of adapters alone, as PEFT saves them, nothing can be pushed."""
+    model = lora(tiny_qwen3(), modules_to_save=["norm"])
+    whole = model.state_dict()
+    states = {
+        r"layers\.0\..*lora_A": {n: t for n, t in whole.items() if "lora_A" not in n},
+        r"q_proj\.base_layer": {n: t for n, t in whole.items() if "base_layer" not in n},
+        r"layers\.0\..*base_layer": peft.get_peft_model_state_dict(model),
+        r"norm\.modules_to_save": {n: t for n, t in whole.items() if "to_save" not in n},
+    }
+    for found, state in states.items():
+        with pytest.raises(RefusedError, match=rf"no model\..*{found}.*whole state dict"):
+            policy_tensors(state, "", model)
+
+
+@pytest.mark.parametrize("path", ["layers.0", "layers.0.self_attn.q_proj", "norm"])
+def test_compiled_parts_of_a_lora_policy_are_pushed_merged(path: str) -> None:
+    model = lora(tiny_qwen3(), modules_to_save=["norm"])
+    expected = policy_tensors(model, "")
+    inner = model.base_model.model.model
+    inner.set_submodule(path, torch.compile(inner.get_submodule(path), backend="eager"))
+    for source in (model, model.state_dict()):
+        pushed = policy_tensors(source, "", model)
+        assert pushed.keys() == expected.keys()
+        assert all(torch.equal(pushed[name], tensor) for name, tensor in expected.items())
