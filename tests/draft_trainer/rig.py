@@ -20,7 +20,15 @@ from slipstream.client import open_channel
 from slipstream.errors import RefusedError, refused_from
 from slipstream.sample import Sample
 from slipstream.serving.identity import Access, TokenFiles
-from slipstream.tensors import SCHEMA_VERSION, checksum_of, chunks_of, spec_of
+from slipstream.tensors import (
+    SCHEMA_VERSION,
+    bytes_of,
+    checksum_of,
+    chunks_of,
+    difference,
+    digest,
+    spec_of,
+)
 from slipstream.v1 import draft_trainer_pb2 as pb
 from slipstream.v1 import draft_trainer_pb2_grpc as pb_grpc
 from tests.draft_trainer.synthetic import HIDDEN, VOCAB, Policy, draft_vocab_ids, head
@@ -100,6 +108,12 @@ def feeding(config: TrainerConfig, train: bool = True) -> Iterator[tuple[Trainer
         yield server, client
 
 
+def matrices(policy: Policy) -> dict[str, torch.Tensor]:
+    """What a bridge announces of a synthetic policy."""
+    rows = policy.lm_head[draft_vocab_ids()]
+    return {"lm_head.weight": rows, "embed_tokens.weight": policy.embed}
+
+
 class Client:
     """A client that does what the bridge does, one call at a time."""
 
@@ -123,21 +137,26 @@ class Client:
         policy: Policy | None = None,
         tensors: dict[str, torch.Tensor] | None = None,
         send: Sequence[str] | None = None,
+        before: Policy | None = None,
     ) -> pb.AnnouncePolicyResponse:
-        """Announce ``policy``; only the tensors named in ``send`` go over the wire (None: all)."""
-        policy = policy or Policy()
-        tensors = tensors or {
-            "lm_head.weight": policy.lm_head[draft_vocab_ids()],
-            "embed_tokens.weight": policy.embed,
-        }
+        """Announce ``policy``; only the tensors named in ``send`` go over the wire (None: all).
+
+        As differences from ``before``, if that is given.
+        """
+        tensors = tensors or matrices(policy or Policy())
         header = pb.AnnouncePolicyHeader(
             session_id=self.session_id,
             policy_version=version,
             tensors=[spec_of(name, tensor) for name, tensor in tensors.items()],
         )
         sent = {n: t for n, t in tensors.items() if send is None or n in send}
+        chunks = list(chunks_of(sent))
+        old = matrices(before) if before is not None else {}
+        for chunk in chunks if old else ():
+            header.bases[chunk.name] = digest(old[chunk.name])
+            chunk.data = difference(memoryview(chunk.data), bytes_of(old[chunk.name]))
         requests = [pb.AnnouncePolicyRequest(header=header)]
-        requests += [pb.AnnouncePolicyRequest(chunk=chunk) for chunk in chunks_of(sent)]
+        requests += [pb.AnnouncePolicyRequest(chunk=chunk) for chunk in chunks]
         return self.stub.AnnouncePolicy(iter(requests), timeout=DEADLINE)
 
     def send(self, *samples: Sample | pb.StreamStatesRequest) -> list[pb.Ack]:

@@ -18,6 +18,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from benchmarks.publish_faults.memory_server import MemoryServer
+from draft_trainer.drafters.policy import PolicyHead
 from draft_trainer.releases import fleet
 from draft_trainer.releases.pointer import PointerStore
 from draft_trainer.releases.registry import Registry
@@ -165,6 +166,38 @@ def test_announce_without_tensors_needs_the_lead(tmp_path: Path) -> None:
         assert client.status().policy_version == 2
         # Nobody announces it any more.
         assert refusal(lambda: ask(1)).field == "policy_version"
+
+
+def head_of(server: TrainerServer, version: int) -> PolicyHead:
+    assert server.runs.current is not None
+    return server.runs.current.heads.get(version)
+
+
+def test_announced_differences_are_of_a_held_version(tmp_path: Path) -> None:
+    policies = [Policy() for _ in range(6)]
+    for number, policy in enumerate(policies):
+        policy.embed = policy.embed.clone()
+        policy.embed[number] += 1.0
+    settings = make_config(tmp_path)
+    with feeding(settings, train=False) as (server, client):
+        client.announce(2, policies[0])
+        for number in range(1, 5):
+            send, before = ["embed_tokens.weight"], policies[number - 1]
+            client.announce(2 + number, policies[number], send=send, before=before)
+            held = head_of(server, 2 + number)
+            assert torch.equal(held.embed_tokens, policies[number].embed)
+        # Version 2 is forgotten, and with it its embeddings.
+        error = refusal(lambda: client.announce(7, policies[5], before=policies[0]))
+        assert (error.field, error.code) == (
+            "bases.embed_tokens.weight",
+            grpc.StatusCode.FAILED_PRECONDITION,
+        )
+    with running(settings, train=False) as (server, client):
+        # A trainer that is started again has the newest ones.
+        client.open()
+        client.announce(7, policies[5], send=["embed_tokens.weight"], before=policies[4])
+        held = head_of(server, 7)
+        assert torch.equal(held.embed_tokens, policies[5].embed)
 
 
 def test_announce_sends_only_unknown_tensors(tmp_path: Path) -> None:
