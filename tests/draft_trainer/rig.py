@@ -109,7 +109,7 @@ def feeding(config: TrainerConfig, train: bool = True) -> Iterator[tuple[Trainer
 
 
 def matrices(policy: Policy) -> dict[str, torch.Tensor]:
-    """What a bridge announces of a synthetic policy."""
+    """Return what a bridge announces of a synthetic policy."""
     rows = policy.lm_head[draft_vocab_ids()]
     return {"lm_head.weight": rows, "embed_tokens.weight": policy.embed}
 

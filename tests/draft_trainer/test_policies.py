@@ -112,7 +112,7 @@ MOVED[::7, 5] = 1.0
 def received_as(
     base: torch.Tensor, changes: list[tuple[int, bytes]], declared: bytes = b"base"
 ) -> torch.Tensor:
-    """MOVED, received as differences, by offset, from ``base``."""
+    """The tensor that is received as differences, by offset, from ``base``; MOVED is declared."""
     chunks = [
         tensor_pb2.TensorChunk(name=EMBED_TOKENS, offset=offset, data=data)
         for offset, data in changes

@@ -301,7 +301,7 @@ def test_adapters_that_no_tensor_stands_for_refused(kind: str) -> None:
 
 
 def test_state_dict_without_tensors_of_a_layer_refused() -> None:
-    """Of adapters alone, as PEFT saves them, nothing can be pushed."""
+    """Nothing can be pushed of adapters alone, as PEFT saves them."""
     model = lora(tiny_qwen3(), modules_to_save=["norm"])
     whole = model.state_dict()
     states = {
