@@ -17,6 +17,7 @@ from torch import Tensor
 from draft_trainer.drafters import loss
 
 _ROWS = 64
+_MOST_GRAPHS = 64
 
 
 @torch.no_grad()  # As where it is called, in the forward pass of an autograd.Function.
@@ -40,6 +41,9 @@ def compile_score(
     """
     # One compile thread: torch's own choice is up to 32 processes beside the policy's.
     options: Any = {"compile_threads": 1} if backend == "inductor" else None
+    # A graph for every part of a sum, type of logits, temperature or none: eight, after which torch
+    # would raise, in a step whose last chunk has one row.
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _MOST_GRAPHS)
     score = torch.compile(loss.score, backend=backend, fullgraph=True, options=options)
     try:
         found = [

@@ -54,6 +54,18 @@ def test_training_with_a_compiled_score_takes_the_same_steps(target: loss.Target
     assert loss.compiled_score is not None and len(graphs) == 4
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_chunk_of_one_row_is_scored_by_a_sum_too(dtype: torch.dtype) -> None:
+    """It has graphs of its own; torch compiles no more than eight of a function unasked."""
+    z, y = torch.randn(STEPS, 1, DRAFT_VOCAB), torch.randn(1, DRAFT_VOCAB)
+    given = y.to(dtype), y.logsumexp(-1), torch.ones(1), "dspark", True, False
+    with using_kernels("off"):
+        expected = loss._score_blocks(z.bfloat16(), *given)  # type: ignore[arg-type]
+        assert compile_score(CPU, STEPS, DRAFT_VOCAB, "dspark", aot_eager) == ""
+        found = loss._score_blocks(z.bfloat16(), *given)  # type: ignore[arg-type]
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
 def wrong(graph: Any, inputs: Sequence[Any]) -> Callable[..., Any]:
     def call(*given: Tensor) -> Any:
         return [1.001 * each for each in graph(*given)]
