@@ -127,7 +127,7 @@ class DflashConfig(StoredShape):
         _refuse.other_values(nested, _FIXED_NESTED, f"{NESTED}.")
         shape = block_shape(flat, ARCHITECTURE, nested, f"{NESTED}.")
         # vLLM takes is_causal, where it is given, before the nested field.
-        causal = nested.get("causal") is True and flat.get("is_causal") is None
+        causal = bool(nested.get("causal")) and flat.get("is_causal") is None
         return cls(**shape, causal=causal, document=dict(document))
 
 

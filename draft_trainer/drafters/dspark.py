@@ -86,10 +86,11 @@ class DsparkConfig(DflashConfig):
         _refuse.other_values(flat, _FIXED_VALUES)
         return cls(
             **block_shape(flat, ARCHITECTURE, flat, ""),
-            sample_from_anchor=flat.get("sample_from_anchor") is not False,
+            # Absent is true, null is not.
+            sample_from_anchor=bool(flat.get("sample_from_anchor", True)),
             markov_rank=size_of(flat, "markov_rank", "the draft's"),
-            confidence=flat.get("enable_confidence_head") is True,
-            confidence_with_markov=flat.get("confidence_head_with_markov") is True,
+            confidence=bool(flat.get("enable_confidence_head")),
+            confidence_with_markov=bool(flat.get("confidence_head_with_markov")),
             document=dict(document),
         )
 

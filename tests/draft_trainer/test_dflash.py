@@ -104,11 +104,12 @@ class Reference(nn.Module):
         return self.norm(hidden)[-steps:]
 
 
-@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("causal", [False, True, 1])
 @pytest.mark.parametrize("first_anchor", [0, 5])
 def test_dflash_outputs_match_reference_blocks(first_anchor: int, causal: bool) -> None:
     document = dflash_document(dflash_config=NESTED | {"causal": causal})
     head = moved(DflashHead(DflashConfig.from_dict(document)))
+    assert head.config.causal == causal
     reference = Reference(head)
     policy = Policy()
     batch = collate(policy.samples(3), policy.heads(rows=torch.arange(VOCAB)))

@@ -271,6 +271,20 @@ def test_dspark_init_writes_what_is_read(
         Dspark().read(out, policy_dir)
 
 
+@pytest.mark.parametrize(
+    ("value", "expected"), [(True, True), (1, True), (False, False), (0, False), (None, False)]
+)
+def test_dspark_flags_are_what_vllm_takes_them_for(value: object, expected: bool) -> None:
+    """vLLM asks whether they are true; the default stands for an absent one alone, not for null."""
+    flags = ("sample_from_anchor", "enable_confidence_head", "confidence_head_with_markov")
+    config = DsparkConfig.from_dict(dspark_document(**dict.fromkeys(flags, value)))
+    found = config.sample_from_anchor, config.confidence, config.confidence_with_markov
+    assert found == (expected,) * 3
+    document = dspark_document()
+    assert "sample_from_anchor" not in document
+    assert DsparkConfig.from_dict(document).sample_from_anchor
+
+
 def test_dspark_own_objective_is_its_default() -> None:
     made: Callable[..., TrainerConfig] = TrainerConfig
     for kind, given, expected in (
