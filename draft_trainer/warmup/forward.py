@@ -9,7 +9,9 @@ from transformers import PreTrainedModel
 
 from draft_trainer.warmup.rollouts import Rollout
 from policy_bridge.capture import Capture, NullCapture
+from policy_bridge.extraction import picked_logprobs
 from slipstream.errors import RefusedError
+from slipstream.sampling import LogitForm
 from slipstream.shortage import raise_unless_shortage
 
 PASS_TOKENS = 8192
@@ -76,7 +78,7 @@ def forward(
                 ids,
                 loss_mask=completion_mask,
                 attention_mask=mask,
-                sampled_logprobs=_sampled_logprobs(logits, rollouts, temperature),
+                sampled_logprobs=_sampled_logprobs(logits, ids, rollouts, temperature),
                 prompt_lengths=[len(one.prompt) for one in rollouts],
                 sample_ids=[str(one.number) for one in rollouts],
             )
@@ -87,7 +89,7 @@ def forward(
 
 
 def _sampled_logprobs(
-    logits: torch.Tensor, rollouts: Sequence[Rollout], temperature: float
+    logits: torch.Tensor, ids: torch.Tensor, rollouts: Sequence[Rollout], temperature: float
 ) -> torch.Tensor:
     """The log-probabilities of completions, float32 [B, S], by logits [B, S, V]; 0 for prompts.
 
@@ -95,10 +97,9 @@ def _sampled_logprobs(
     """
     found = logits.new_zeros(logits.shape[:2], dtype=torch.float32)
     for row, one in enumerate(rollouts):
-        begin = max(1, len(one.prompt))
-        scaled = logits[row, begin - 1 : one.tokens - 1].float() / temperature
-        sampled = torch.tensor((one.prompt + one.completion)[begin:], device=logits.device)
-        found[row, begin : one.tokens] = scaled.log_softmax(-1).gather(-1, sampled[:, None])[:, 0]
+        at = slice(max(1, len(one.prompt)) - 1, one.tokens)
+        part = logits[row, None, at], ids[row, None, at]
+        found[row, at] = picked_logprobs(*part, LogitForm(), temperature)[0]
     return found
 
 

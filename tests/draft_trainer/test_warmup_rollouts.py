@@ -6,13 +6,16 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from draft_trainer.warmup import rollouts as reading
-from draft_trainer.warmup.forward import passes
+from draft_trainer.warmup.forward import forward, passes
 from draft_trainer.warmup.report import FLAT_DECISIONS, Report
 from draft_trainer.warmup.rollouts import (
     PLAIN,
@@ -23,6 +26,7 @@ from draft_trainer.warmup.rollouts import (
     RolloutFile,
     shuffled,
 )
+from policy_bridge import extraction
 from slipstream.errors import RefusedError
 from slipstream.sample import prompt_hash
 from slipstream.v1 import release_pb2
@@ -219,3 +223,46 @@ def test_report_is_flat_after_a_third_of_the_tokens_without_a_better_draft(tmp_p
     for number in range(FLAT_DECISIONS):
         again.add([verdict(92.0 + number, 1.7, 0.0)], 2300)
     assert not again.flat
+
+
+class _Largest(TorchDispatchMode):
+    """Elements of the largest float32 tensor that an operation makes."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if isinstance(made, Tensor) and made.dtype == torch.float32:
+            self.elements = max(self.elements, made.numel())
+        return made
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_log_probs_of_a_pass_are_computed_in_blocks(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A row of 16,384 tokens has 10 GB of float32 logits with a vocabulary of 152,000."""
+    length, temperature = 64, 0.7
+    monkeypatch.setattr(extraction, "_BLOCK_BYTES", 4 * 4 * VOCAB)
+    rollouts = [
+        Rollout(0, [], [7]),
+        Rollout(1, [5], [6, 7, 8]),
+        Rollout(2, [9], []),
+        Rollout(3, [], []),
+        Rollout(4, [*range(8)], [*range(length - 8)]),
+    ]
+    logits = (4 * torch.randn(len(rollouts), length, VOCAB)).to(dtype)
+    model = MagicMock(device=torch.device("cpu"))
+    model.return_value.logits = logits
+    window = MagicMock()
+    with _Largest() as largest:
+        forward(model, window, rollouts, temperature)
+    ship = window.__enter__.return_value.ship
+    found, wanted = ship.call_args.kwargs["sampled_logprobs"], ship.call_args.kwargs["loss_mask"]
+    assert largest.elements <= 4 * VOCAB
+    expected = torch.zeros(len(rollouts), length)
+    whole = (logits.float() / temperature).log_softmax(-1)
+    for row, one in enumerate(rollouts):
+        for at, token in enumerate(one.completion, len(one.prompt)):
+            expected[row, at] = whole[row, at - 1, token] if at else 0.0
+    torch.testing.assert_close(found * wanted, expected, atol=1e-5, rtol=1e-5)
