@@ -14,8 +14,12 @@ from draft_trainer.drafters import Draft
 
 _BETAS = (0.9, 0.95)
 _MOMENTUM = "momentum_buffer"
-_BY_ADAMW = ("embed_tokens.weight", "lm_head.weight", "markov_w1.weight", "markov_w2.weight")
-"""The ends of the names of matrices whose rows are tokens: Muon is for those between layers."""
+_BY_ADAMW = (
+    *("embed_tokens.weight", "lm_head.weight", "markov_w1.weight", "markov_w2.weight"),
+    "confidence_head.proj.weight",
+)
+"""The ends of the names of matrices that are not between layers: their rows are tokens, or it is
+the one row of an output. Muon is for the others."""
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ from draft_trainer.drafters.initial import init_dflash
 from draft_trainer.drafters.loss import step_weights, ttt_objective, valid_targets
 from draft_trainer.releases.registry import Registry
 from draft_trainer.training.learner import Learner
+from draft_trainer.training.optimizer import DraftOptimizer
 from slipstream.errors import RefusedError
 from slipstream.v1 import release_pb2
 from tests.draft_trainer.synthetic import (
@@ -269,6 +270,18 @@ def test_dspark_init_writes_what_is_read(
     save_file({"x": torch.ones(1)}, out / "model.safetensors")
     with pytest.raises(RefusedError, match=r"missing .*markov_head\.markov_w1"):
         Dspark().read(out, policy_dir)
+
+
+def test_muon_leaves_both_heads_to_adamw() -> None:
+    head = dspark_head()
+    optimizer = DraftOptimizer(head, TrainingConfig(optimizer="muon"))
+    of_muon = {name for name in optimizer.tensors if name.endswith(".momentum_buffer")}
+    between = ("fc.", "layers.")
+    assert of_muon == {
+        f"optimizer.{name}.momentum_buffer"
+        for name, p in head.named_parameters()
+        if p.ndim == 2 and name.startswith(between)
+    }
 
 
 @pytest.mark.parametrize(
