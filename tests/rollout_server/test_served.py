@@ -219,6 +219,7 @@ def test_dspark_check_refuses_unfit_draft(tmp_path: Path) -> None:
     gate = {"markov_head.gate_proj.weight": torch.zeros(2, 10)}
     for more, changes, field in (
         ({}, {"architectures": ["DFlashDraftModel"]}, "architectures: found"),
+        ({}, {"architectures": "dspark"}, "architectures: found dspark, expected .'Qwen3DSpark"),
         ({}, {"mask_token_id": 16}, "json: mask_token_id: found 16"),
         ({}, {"target_layer_ids": [0, 2]}, "json: target_layer_ids"),
         (gate, {}, r"such as markov_head\.gate_proj"),

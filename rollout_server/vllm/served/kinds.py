@@ -233,11 +233,12 @@ class Dflash(Served):
         sizes = ("hidden_size", "vocab_size")
         model, draft = check_sizes(model_dir, draft_dir, sizes, next_step)
         nested, name, first = self.nested, "target_layer_ids", 0
-        names, expected = config.get("architectures"), f"{[self.architecture]}"
+        expected: object = [self.architecture]
+        names = config.get("architectures")
         if SPECULATORS in config:
             nested, name, first = "", "aux_hidden_state_layer_ids", 1
             names, expected = config[SPECULATORS], self.name
-        if names not in (self.name, [self.architecture]):
+        if names != expected:
             field = SPECULATORS if first else "architectures"
             raise RefusedError(f"{path}: {field}", names, expected, next_step)
         block, where = config, f"{path}: "
