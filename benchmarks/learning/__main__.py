@@ -169,7 +169,7 @@ def ours(data: Data, seed: int, order: Sequence[int], arm: str) -> list[Mark]:
             seconds += time.process_time() - began
             steps += 1
             if steps >= learner.pace.steps_per_candidate(config):
-                served, steps = considered(learner, served, gated, data.heads).served, 0
+                served, steps = considered(learner, served, gated, data.heads, steps).served, 0
         if used >= MARKS[len(found)]:
             found.append(Mark(used, seconds, data.acceptance(learner.snapshot())))
     return found

@@ -129,9 +129,10 @@ class Candidate:
 
 
 def considered(
-    learner: Learner, served: Draft, held: Sequence[Sample], heads: PolicyHeads
+    learner: Learner, served: Draft, held: Sequence[Sample], heads: PolicyHeads, steps: int
 ) -> Candidate:
-    """Judge a candidate as ``TrainingLoop`` does; ``served`` is then what is served."""
+    """Judge a candidate as ``TrainingLoop`` does, so many steps after the one before it; ``served``
+    is then what is served."""
     shares = learner.pace.shares
     result, best = compare(
         GateSection(),
@@ -147,7 +148,7 @@ def considered(
     gate = result.gate
     if gate.passed:
         passed = learner.snapshot(served=served, share=shares[best])
-    learner.settle(served, shares[best], gate.difference, gate.difference_half_width)
+    learner.settle(served, shares[best], gate.difference, gate.difference_half_width, steps)
     return Candidate(passed if gate.passed else served, gate.difference, gate.difference_half_width)
 
 
@@ -205,11 +206,11 @@ def follow(
             learner.step(batch, versions.heads)
             steps += 1
             if steps >= learner.pace.steps_per_candidate(config):
-                course.candidates.append(considered(learner, served, held, versions.heads))
+                course.candidates.append(considered(learner, served, held, versions.heads, steps))
                 served, steps = course.candidates[-1].served, 0
         if steps:
             # As where nothing is left to draw.
-            course.candidates.append(considered(learner, served, held, versions.heads))
+            course.candidates.append(considered(learner, served, held, versions.heads, steps))
             served, steps = course.candidates[-1].served, 0
     return replace(course, seconds=time.process_time() - began - measuring)
 

@@ -92,8 +92,11 @@ def test_losses_and_draws_are_those_without_a_look_ahead(tmp_path: Path) -> None
     assert ahead == plain and len(plain[0]) > 20
 
 
-def test_batch_ahead_is_trained_on_after_a_full_disk(tmp_path: Path) -> None:
+def test_batch_ahead_is_trained_on_after_a_full_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The undo of the draw ahead is refused once, before a gate."""
+    monkeypatch.setattr("draft_trainer.training.loop._BETWEEN_GATES", 0)
     options = {
         "training": {**OPTIONS["training"], "steps_per_candidate": 1000, "candidate_seconds": 0.01},
         "replay": {"max_epochs": 1, "capacity_bytes": 1 << 22},

@@ -133,7 +133,7 @@ def test_settled_weights_are_saved_at_the_end(tmp_path: Path) -> None:
     states, position = LearnerStates(tmp_path, FACTS, 1), Position(0, "run", 1)
     learner.step(policy.samples(4), policy.heads())
     states.save(learner, position)
-    learner.settle(served, 0.5, gain=0.1, half_width=0.0)
+    learner.settle(served, 0.5, gain=0.1, half_width=0.0, steps=1)
     states.moved()
     states.save_last(learner, position)
     resumed = Learner(head(5), TrainingConfig(warmup_steps=0, ttt_steps=2))
