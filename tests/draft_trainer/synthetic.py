@@ -298,6 +298,14 @@ def run_apart(module: str, job: dict[str, Any], seconds: float) -> None:
     assert done.returncode == 0, done.stderr[-4000:]
 
 
+def fill_randomly(module: torch.nn.Module) -> None:
+    """Make every tensor matter: vectors, such as norms and biases, are not ones or zeros."""
+    for tensor in module.state_dict().values():
+        if tensor.is_floating_point():
+            centre = 1.0 if tensor.ndim == 1 else 0.0
+            torch.nn.init.normal_(tensor, centre, 0.3 if centre else tensor.shape[1] ** -0.5)
+
+
 def assert_near(ours: Tensor, theirs: Tensor) -> None:
     """Assert equality to 1e-5 of the largest value: both float32, summed in other orders."""
     error = (ours - theirs).abs().max() / theirs.abs().max()

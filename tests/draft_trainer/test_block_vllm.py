@@ -16,7 +16,7 @@ from draft_trainer.drafters import DRAFTERS
 from draft_trainer.drafters.batch import Batch
 from draft_trainer.drafters.dflash import DflashHead
 from draft_trainer.drafters.policy import PolicyHead
-from tests.draft_trainer.synthetic import assert_near, logits_of, run_apart
+from tests.draft_trainer.synthetic import assert_near, fill_randomly, logits_of, run_apart
 
 pytestmark = [pytest.mark.contract("alignment"), pytest.mark.slow]
 
@@ -90,10 +90,7 @@ def _head(kind: str, name: str) -> DflashHead:
     config = drafter.shape.from_dict(DOCUMENTS[kind][name])
     ids = None if config.full_vocabulary else torch.arange(DRAFT_VOCAB) * 2 + 1
     head: DflashHead = drafter.module(config, ids)
-    with torch.no_grad():
-        for parameter in head.parameters():
-            centre = 1.0 if parameter.ndim == 1 else 0.0
-            torch.nn.init.normal_(parameter, centre, 0.3 if centre else parameter.shape[1] ** -0.5)
+    fill_randomly(head)
     return head
 
 

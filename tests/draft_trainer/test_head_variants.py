@@ -22,7 +22,7 @@ from draft_trainer.drafters.eagle3.head import Eagle3Head
 from draft_trainer.drafters.rope import Rope
 from slipstream.errors import RefusedError
 from tests.draft_trainer.dense_head import dense_step
-from tests.draft_trainer.synthetic import assert_near, logits_of, run_apart
+from tests.draft_trainer.synthetic import assert_near, fill_randomly, logits_of, run_apart
 
 pytestmark = pytest.mark.contract("alignment")
 
@@ -112,10 +112,7 @@ def _head(name: str) -> Eagle3Head:
     config = HeadConfig(**_BASE | _VARIANTS[name])
     ids = torch.randperm(VOCAB)[: config.draft_vocab_size].sort().values
     head = Eagle3Head(config, None if config.full_vocabulary else ids)
-    with torch.no_grad():
-        for parameter in head.state_dict().values():
-            centre = 1.0 if parameter.ndim == 1 else 0.0
-            torch.nn.init.normal_(parameter, centre, 0.3 if centre else parameter.shape[1] ** -0.5)
+    fill_randomly(head)
     return head
 
 

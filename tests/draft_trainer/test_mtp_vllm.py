@@ -13,7 +13,7 @@ from torch import Tensor
 from draft_trainer.drafters.batch import Batch
 from draft_trainer.drafters.mtp import Mtp, MtpConfig, MtpHead
 from draft_trainer.drafters.policy import PolicyHead
-from tests.draft_trainer.synthetic import QWEN, assert_near, logits_of, run_apart
+from tests.draft_trainer.synthetic import QWEN, assert_near, fill_randomly, logits_of, run_apart
 
 pytestmark = [pytest.mark.contract("alignment"), pytest.mark.slow]
 
@@ -78,10 +78,7 @@ def _head(name: str) -> MtpHead:
     """Random in everything, the norms' weights and the biases too."""
     torch.manual_seed(len(name))
     head = MtpHead(MtpConfig.from_dict(SIZES | _DOCUMENTS[name]))
-    with torch.no_grad():
-        for parameter in head.state_dict().values():
-            centre = 1.0 if parameter.ndim == 1 else 0.0
-            torch.nn.init.normal_(parameter, centre, 0.3 if centre else parameter.shape[1] ** -0.5)
+    fill_randomly(head)
     return head
 
 

@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
-from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.config import ModelConfig, VllmConfig, set_current_vllm_config
 from vllm.distributed import init_distributed_environment, initialize_model_parallel
 from vllm.distributed.parallel_state import (
     destroy_model_parallel,
@@ -112,6 +112,20 @@ class _Chain(nn.Module):
         return out.transpose(0, 1).flatten(1)
 
 
+def _configs(policy: str, method: str, draft: str, steps: int) -> tuple[VllmConfig, ModelConfig]:
+    """The configuration of vLLM for a policy and its draft, and that of the draft."""
+    config = EngineArgs(
+        model=policy,
+        skip_tokenizer_init=True,
+        dtype="float32",
+        max_model_len=64,
+        enforce_eager=True,
+        speculative_config={"method": method, "model": draft, "num_speculative_tokens": steps},
+    ).create_engine_config()
+    assert config.speculative_config is not None
+    return config, config.speculative_config.draft_model_config
+
+
 def run_mtp(head: str, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
     """Run an MTP head at each anchor: a chain of steps, as vLLM's V1 runner drafts.
 
@@ -123,21 +137,12 @@ def run_mtp(head: str, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
         ``hidden`` [N, steps, H], what the next step is given, and ``logits`` [N, steps, vocab].
     """
     steps, rows = int(inputs["steps"]), inputs["lm_head"]
-    config = EngineArgs(
-        model=head,
-        skip_tokenizer_init=True,
-        dtype="float32",
-        max_model_len=64,
-        enforce_eager=True,
-        speculative_config={"method": "mtp", "model": head, "num_speculative_tokens": steps},
-    ).create_engine_config()
-    assert config.speculative_config is not None
+    config, drafter = _configs(head, "mtp", head, steps)
     hidden_states, logits = [], []
     # Which groups there are depends on whether the model has experts.
     destroy_model_parallel()
     with set_current_vllm_config(config):
         initialize_model_parallel(1, 1)
-        drafter = config.speculative_config.draft_model_config
         model = get_model(vllm_config=config, model_config=drafter)
         chains = []
         for module in model.modules():
@@ -208,16 +213,7 @@ def run_block(kind: str, policy: str, draft: str, inputs: dict[str, Tensor]) -> 
     steps, ids = int(inputs["steps"]), inputs["token_ids"]
     # vLLM has DSpark on Model Runner V2 alone, which this process has not: its module needs none.
     VllmConfig._validate_v1_model_runner = lambda self: None
-    config = EngineArgs(
-        model=policy,
-        skip_tokenizer_init=True,
-        dtype="float32",
-        max_model_len=64,
-        enforce_eager=True,
-        speculative_config={"method": kind, "model": draft, "num_speculative_tokens": steps},
-    ).create_engine_config()
-    assert config.speculative_config is not None
-    drafter = config.speculative_config.draft_model_config
+    config, drafter = _configs(policy, kind, draft, steps)
     hf, destroy = drafter.hf_config, destroy_model_parallel
     destroy()
     with set_current_vllm_config(config), torch.inference_mode(), set_forward_context(None, config):
