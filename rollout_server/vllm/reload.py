@@ -82,7 +82,6 @@ class LiveModel:
             NotSwappableError: a draft that no reload may touch cannot be swapped; nothing changed.
             OSError, RuntimeError, ...: one of ``LOAD_FAILURES``; the model may be torn.
         """
-        name_loaders(self.model)
         if self.standby is not None:
             if self.standby.swap(new, old):
                 return
@@ -92,6 +91,7 @@ class LiveModel:
                 if not self.standby.swap(new, old):
                     raise NotSwappableError("the copy that was just loaded does not fit")
                 return
+        name_loaders(self.model)
         if new.transfer and self.receive is not None:
             self.receive(new.transfer)
             return
