@@ -204,7 +204,8 @@ class TrainingConfig(Section):
         ttt_steps: depth K of the training-time test; at least the served draft length.
         step_weight_decay: step s has this to the power s as its weight.
         compute_dtype: type of matrix products; bfloat16 where ``device`` is "cuda". Weights,
-            gradients and moments are float32 either way.
+            gradients and moments are float32 either way. On a CPU without AVX-512, products in
+            bfloat16 take fifty times as long.
         cpu_kernels: whether the C kernels run: "auto" where they compile.
         compile: whether the loss's score function is compiled where ``device`` is "cuda": "auto"
             where it compiles and computes what eager computes.

@@ -41,6 +41,7 @@ from examples.arithmetic_grpo import task as arithmetic
 from examples.arithmetic_grpo.sampling import solutions
 from examples.arithmetic_grpo.states import states_of
 from examples.figures import interval
+from examples.local_services import precision
 from examples.sorting_grpo import task as sorting
 from slipstream.sample import Sample
 
@@ -149,7 +150,7 @@ def record(name: str, folder: Path) -> Data:
 def ours(data: Data, seed: int, order: Sequence[int], arm: str) -> list[Mark]:
     """The trainer's own steps, as it takes them when versions come, in one of ``ARMS``."""
     changed, norms, epochs = ARMS[arm]
-    config = TrainingConfig(ttt_steps=TTT_STEPS, compute_dtype="bfloat16", **changed)
+    config = TrainingConfig(ttt_steps=TTT_STEPS, compute_dtype=precision(), **changed)
     learner = Learner(data.start(seed, norms), config)
     served: Draft = data.start(seed, norms)
     learner.restart_optimizer()

@@ -46,7 +46,7 @@ from examples.arithmetic_grpo import task
 from examples.arithmetic_grpo.make_mtp import policy_with_mtp
 from examples.arithmetic_grpo.sampling import solutions
 from examples.arithmetic_grpo.states import states_of
-from examples.local_services import ARITHMETIC, RolloutServer
+from examples.local_services import ARITHMETIC, RolloutServer, precision
 
 NONE = "none"
 ARMS: dict[str, Path | None] = {
@@ -78,7 +78,7 @@ class Training:
         self._samples, self._heads = states.samples, states.heads(head.target_ids())
         self.tokens = sum(sample.tokens for sample in self._samples)
         self.state_bytes = sum(s.aux.nbytes + s.final_hidden.nbytes for s in self._samples)
-        config = TrainingConfig(ttt_steps=DRAFT_LENGTH, compute_dtype="bfloat16")
+        config = TrainingConfig(ttt_steps=DRAFT_LENGTH, compute_dtype=precision())
         self._learner = Learner(head, config)
 
     def run(self) -> float:

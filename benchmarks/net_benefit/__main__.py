@@ -46,6 +46,7 @@ from examples.local_services import (
     RolloutServer,
     Settings,
     draft_trainer,
+    precision,
 )
 from examples.smollm_grpo.masters import MasterAdamW
 from examples.smollm_grpo.model import SERVED, check, policy
@@ -158,7 +159,7 @@ def run(
     torch.set_num_threads(len(loop_cores))
     torch.manual_seed(seed)
     start = policy()
-    model = AutoModelForCausalLM.from_pretrained(start, dtype=torch.bfloat16)
+    model = AutoModelForCausalLM.from_pretrained(start, dtype=getattr(torch, precision()))
     optimizer = MasterAdamW(model, LEARNING_RATE)
     tasks = Tasks(AutoTokenizer.from_pretrained(start), seed)
     sizes = (*SERVED, "--max-num-seqs", "32")
@@ -177,7 +178,7 @@ def run(
         if arm in (ALWAYS, PAYS):
             settings: Settings = {
                 "draft": {"policy": str(start)},
-                "training": {"compute_dtype": "bfloat16", "ttt_steps": DRAFT_LENGTH, "seed": seed},
+                "training": {"compute_dtype": precision(), "ttt_steps": DRAFT_LENGTH, "seed": seed},
                 "publish": {"num_speculative_tokens": DRAFT_LENGTH},
                 "economy": {"mode": arm},
             }
@@ -188,7 +189,9 @@ def run(
             os.sched_setaffinity(0, loop_cores)
             trainer.wait_ready(READY_TIMEOUT)
             config = BridgeConfig(
-                trainer.health, folder.name, (server.control,), states_dtype="bfloat16"
+                *(trainer.health, folder.name, (server.control,)),
+                states_dtype="bfloat16",
+                policy_dtype=precision(),
             )
             bridge = stack.enter_context(PolicyBridge(model, config))
             bridge.wait_connected(CALL_SECONDS)
@@ -198,7 +201,7 @@ def run(
                 with bridge.sync(version) as window:
                     window.push_policy()
                 return
-            server.stage("policy", f"policy-{version}", version, policy_tensors(model, "bfloat16"))
+            server.stage("policy", f"policy-{version}", version, policy_tensors(model, precision()))
             server.commit(f"policy-{version}")
 
         push(0)

@@ -41,6 +41,7 @@ from examples.local_services import (
     RolloutServer,
     Settings,
     draft_trainer,
+    precision,
 )
 from policy_bridge import BridgeConfig, PolicyBridge
 from policy_bridge.sync import policy_tensors
@@ -263,7 +264,7 @@ def _settings(options: argparse.Namespace, seed: int) -> Settings:
         "replay": {"capacity_bytes": 512 << 20, "held_out_fraction": 0.2, "max_epochs": 6},
         "training": {
             "threads": 1,
-            "compute_dtype": "bfloat16",
+            "compute_dtype": precision(),
             "ttt_steps": DRAFT_LENGTH,
             "batch_tokens": 1024,
             "learning_rate": 1e-3,

@@ -28,6 +28,7 @@ from examples.arithmetic_grpo import task as arithmetic
 from examples.arithmetic_grpo.make_mtp import first_layers, new_head, policy_with_mtp
 from examples.arithmetic_grpo.sampling import solutions
 from examples.arithmetic_grpo.tokenizer import VOCAB_SIZE
+from examples.local_services import precision
 from examples.task import Task
 
 AUX_LAYERS = (2, 5, 7)
@@ -92,8 +93,7 @@ def configuration(folder: Path, epochs: int, threads: int, block: bool) -> Path:
         block: whether a draft proposes all places at once.
     """
     path = folder / "warmup.toml"
-    # bfloat16 is twice as fast on current CPUs; master weights are float32.
-    training = [f"threads = {threads}", 'compute_dtype = "bfloat16"']
+    training = [f"threads = {threads}", f'compute_dtype = "{precision()}"']
     if block:
         training.append(f"ttt_steps = {DRAFT_LENGTH}")
     path.write_text(

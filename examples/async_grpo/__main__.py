@@ -35,6 +35,7 @@ from examples.local_services import (
     RolloutServer,
     Settings,
     draft_trainer,
+    precision,
 )
 from policy_bridge import BridgeConfig, PolicyBridge
 from policy_bridge.adapters.completions import CompletionsClient
@@ -49,7 +50,7 @@ SETTINGS: Settings = {
     **SHORT,
     "training": {
         **SHORT["training"],
-        "compute_dtype": "bfloat16",
+        "compute_dtype": precision(),
         "weight_averaging": 0.95,
         # About one candidate for each sync.
         "steps_per_candidate": 32,

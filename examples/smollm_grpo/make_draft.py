@@ -16,13 +16,13 @@ from pathlib import Path
 from transformers import AutoTokenizer
 
 from examples.arithmetic_grpo.make_draft import run
-from examples.local_services import DRAFT_LENGTH, RolloutServer
+from examples.local_services import DRAFT_LENGTH, RolloutServer, precision
 from examples.smollm_grpo import model as smollm
 from examples.smollm_grpo.task import Tasks, problems, prompt_ids
 
 EPOCHS = 3
 CONFIG = f"""[training]
-compute_dtype = "bfloat16"
+compute_dtype = "{precision()}"
 ttt_steps = {DRAFT_LENGTH}
 [replay]
 max_epochs = {EPOCHS}

@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from draft_trainer.files import check_free
 from examples.arithmetic_grpo.grpo import pad_batch
+from examples.local_services import precision
 from examples.smollm_grpo import model as smollm
 from examples.smollm_grpo.task import problems, prompt_ids, solution
 
@@ -45,7 +46,7 @@ def main() -> None:
     torch.manual_seed(options.seed)
     folder = smollm.untouched()
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    base = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, precision()))
     config = LoraConfig(
         r=options.rank, lora_alpha=2 * options.rank, target_modules="all-linear", lora_dropout=0.0
     )

@@ -1,7 +1,7 @@
 """GRPO on SmolLM2-135M-Instruct with a frozen and an adapted draft, on real vLLM.
 
 ``python -m examples.smollm_grpo.run`` (or ``make real``) runs the demo's loop on a real language
-model: policy in bfloat16 with float32 masters, draft trainer and vLLM server as three processes. It
+model: policy with float32 masters, draft trainer and vLLM server as three processes. It
 prints a live table, keeps its state after every step, and goes on where it was interrupted. Each
 seed leaves ``report.html``, ``acceptance.png`` and ``summary.json``.
 
@@ -49,6 +49,7 @@ from examples.local_services import (
     RolloutServer,
     Settings,
     draft_trainer,
+    precision,
 )
 from examples.smollm_grpo import model as smollm
 from examples.smollm_grpo.masters import MasterAdamW
@@ -169,7 +170,7 @@ class _Run:
         services: Services,
     ) -> None:
         options, record = self._options, self._record
-        model = AutoModelForCausalLM.from_pretrained(policy, dtype=torch.bfloat16)
+        model = AutoModelForCausalLM.from_pretrained(policy, dtype=getattr(torch, precision()))
         optimizer = MasterAdamW(model, options.learning_rate)
         if kept:
             optimizer.restore(kept)
@@ -181,6 +182,7 @@ class _Run:
             f"smollm-{self._seed}",
             (rollouts.server.control,),
             states_dtype="bfloat16",
+            policy_dtype=precision(),
         )
         settings = LoopSettings(
             options.prompts,
@@ -243,7 +245,7 @@ class _Run:
         return {
             "draft": {"policy": str(policy.resolve())},
             "training": {
-                "compute_dtype": "bfloat16",
+                "compute_dtype": precision(),
                 "ttt_steps": DRAFT_LENGTH,
                 "seed": self._seed,
             },

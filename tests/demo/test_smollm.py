@@ -17,6 +17,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from examples import local_services
 from examples.arithmetic_grpo.records import ARMS, FROZEN, ArmRecord, RunRecord, StepRecord
 from examples.smollm_grpo import model as smollm
 from examples.smollm_grpo import summary, task
@@ -24,7 +25,6 @@ from examples.smollm_grpo.masters import MasterAdamW
 from slipstream.errors import RefusedError
 
 MEMORY = "MemTotal:       25165824 kB\nMemAvailable:   {} kB\n"
-CPU = "model name : EPYC\nflags : sse avx2 avx512f avx512_bf16\n"
 
 
 @pytest.fixture
@@ -44,9 +44,7 @@ def wheels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(smollm.importlib.util, "find_spec", find_spec)
     monkeypatch.setattr(smollm, "SHA256", hashlib.sha256(b"GGUF").hexdigest())
     monkeypatch.setattr(smollm, "_MEMORY", tmp_path / "meminfo")
-    monkeypatch.setattr(smollm, "_CPU", tmp_path / "cpuinfo")
     (tmp_path / "meminfo").write_text(MEMORY.format(16 << 20))
-    (tmp_path / "cpuinfo").write_text(CPU)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return tmp_path
 
@@ -83,9 +81,16 @@ def test_little_memory_refused(wheels: Path) -> None:
     assert refused().startswith("memory: found 8.0 GiB available, expected 14 GiB")
 
 
-def test_processor_without_avx512_refused(wheels: Path) -> None:
-    (wheels / "cpuinfo").write_text(CPU.replace("avx512f", ""))
-    assert refused().startswith("processor: found one without AVX-512")
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [("sse avx2", "float32"), ("avx2 avx512f", "bfloat16"), ("asimd bf16", "bfloat16")],
+)
+def test_no_bfloat16_without_avx512(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: str, expected: str
+) -> None:
+    (tmp_path / "cpuinfo").write_text(f"model name : EPYC\nflags : {flags}\n")
+    monkeypatch.setattr(local_services, "_CPU", tmp_path / "cpuinfo")
+    assert local_services.precision() == expected
 
 
 def test_full_disk_refused(wheels: Path, monkeypatch: pytest.MonkeyPatch) -> None:
