@@ -6,7 +6,7 @@ import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import grpc
 import httpx
@@ -40,7 +40,7 @@ T = TypeVar("T")
 _CPU = Path("/proc/cpuinfo")
 
 
-def precision() -> str:
+def precision() -> Literal["float32", "bfloat16"]:
     """The type that models compute in here: "bfloat16", or "float32" on x86-64 without AVX-512.
 
     There is no kernel for products in bfloat16 there: they take fifty times as long.

@@ -13,9 +13,9 @@ import random
 import statistics
 import sys
 import tempfile
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +26,9 @@ from transformers import AutoModelForCausalLM
 from benchmarks.draft_training.case import Case
 from benchmarks.draft_training.contestants import default_directory, python_of
 from benchmarks.harness import Target, finish, options, say, spread_text, table, write
-from benchmarks.learning.moving import Course, Versions, considered, drawn, follow, move
+from benchmarks.learning.moving import Course, Versions, follow, move
 from benchmarks.learning.mtp import formulation_targets, formulations
+from benchmarks.learning.scratch import HELD_OUT, learned
 from benchmarks.learning.states import read_states, write_states
 from benchmarks.workers import WorkerProcess
 from draft_trainer.checkpoints import read_policy
@@ -36,14 +37,12 @@ from draft_trainer.drafters import DRAFTERS, Draft
 from draft_trainer.drafters.eagle3.head import Eagle3Head
 from draft_trainer.drafters.initial import choose_draft_vocabulary, init_draft
 from draft_trainer.kernels.library import use_kernels
-from draft_trainer.training.learner import Learner
 from examples.arithmetic_grpo import task as arithmetic
 from examples.arithmetic_grpo.sampling import solutions
 from examples.arithmetic_grpo.states import states_of
 from examples.figures import interval
 from examples.local_services import precision
 from examples.sorting_grpo import task as sorting
-from slipstream.sample import Sample
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 POLICIES: dict[str, tuple[Path, Any, int]] = {
@@ -58,7 +57,6 @@ MARKS = (40_000, 70_000, 100_000)
 
 TTT_STEPS = DRAFT_LENGTH = 3
 ROLLOUTS_AT_ONCE = 512
-HELD_OUT = 160
 LEARNING_RATE = TrainingConfig().learning_rate
 
 OURS, OURS_ONCE = "slipstream", "slipstream, one pass"
@@ -71,9 +69,6 @@ ARMS: dict[str, tuple[dict[str, Any], tuple[str, ...], int]] = {
     "slipstream, both": ({"optimizer": "muon"}, NORMS, ReplayConfig().max_epochs),
 }
 """[training] beside the defaults, norms of the head, and ``replay.max_epochs``."""
-VERSION_TOKENS = 4096
-"""That come at once."""
-
 ONLINE: dict[str, tuple[dict[str, Any], int]] = {
     "the defaults": ({}, ReplayConfig().max_epochs),
     "64 tokens a step": ({"batch_tokens": 64}, ReplayConfig().max_epochs),
@@ -151,29 +146,13 @@ def ours(data: Data, seed: int, order: Sequence[int], arm: str) -> list[Mark]:
     """The trainer's own steps, as it takes them when versions come, in one of ``ARMS``."""
     changed, norms, epochs = ARMS[arm]
     config = TrainingConfig(ttt_steps=TTT_STEPS, compute_dtype=precision(), **changed)
-    learner = Learner(data.start(seed, norms), config)
-    served: Draft = data.start(seed, norms)
-    learner.restart_optimizer()
-    order, gated = order[:-HELD_OUT], [data.samples[i] for i in order[-HELD_OUT:]]
-    used, seconds, number, steps = 0, 0.0, 0, 0
-    found: list[Mark] = []
-    while len(found) < len(MARKS):
-        version: list[Sample] = []
-        least = min(VERSION_TOKENS, MARKS[len(found)] - used)
-        while sum(sample.tokens for sample in version) < least:
-            version.append(data.samples[order[number]])
-            number += 1
-        used += sum(sample.tokens for sample in version)
-        for samples in drawn(version, epochs, learner, random.Random(number)):
-            began = time.process_time()
-            learner.step(samples, data.heads)
-            seconds += time.process_time() - began
-            steps += 1
-            if steps >= learner.pace.steps_per_candidate(config):
-                served, steps = considered(learner, served, gated, data.heads, steps).served, 0
-        if used >= MARKS[len(found)]:
-            found.append(Mark(used, seconds, data.acceptance(learner.snapshot())))
-    return found
+    samples = [data.samples[i] for i in order]
+
+    def mark(tokens: int, seconds: float, head: Draft) -> Mark:
+        return Mark(tokens, seconds, data.acceptance(head))
+
+    start = partial(data.start, seed, norms)
+    return learned(start, config, epochs, samples, data.heads, MARKS, mark)
 
 
 def peer(

@@ -27,8 +27,9 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import torch
+from safetensors.torch import load_file
 
-from benchmarks.draft_length.__main__ import REST_SECONDS, noisy
 from benchmarks.harness import (
     Target,
     end_on_sigterm,
@@ -71,6 +72,21 @@ LEAST = 0.97
 """Speed of ``auto`` over the other arm's."""
 NEAR = 0.1
 """The error of a prediction."""
+REST_SECONDS = 1.5
+"""The rest before each arm: for a second after its last step the worker of another arm's server
+spins on the cores that all of them share (``SpinCondition`` of vLLM's ``shm_broadcast``)."""
+
+
+def noisy(draft: Path, share: float) -> dict[str, torch.Tensor]:
+    """The draft's tensors with noise on its matrices."""
+    generator = torch.Generator().manual_seed(0)
+    tensors = load_file(draft / "model.safetensors")
+    return {
+        name: (t + share * t.float().std() * torch.randn(t.shape, generator=generator)).to(t.dtype)
+        if t.ndim == 2 and t.is_floating_point()
+        else t
+        for name, t in tensors.items()
+    }
 
 
 def generate(

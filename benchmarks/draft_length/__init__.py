@@ -1,1 +1,0 @@
-"""Automatic draft length against every fixed one."""

@@ -1,1 +1,0 @@
-"""The planner on a server of its own: predicted and measured step times and speed-ups."""
