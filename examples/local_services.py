@@ -6,12 +6,13 @@ import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import TypeVar
 
 import grpc
 import httpx
 import torch
 
+from draft_trainer.drafters.ops import cpu_precision
 from examples.arithmetic_grpo.processes import Service, free_port
 from slipstream.client import open_channel, stage
 from slipstream.errors import refused_from
@@ -37,16 +38,6 @@ SHORT: Settings = {
 }
 """A draft trainer's settings for few samples."""
 T = TypeVar("T")
-_CPU = Path("/proc/cpuinfo")
-
-
-def precision() -> Literal["float32", "bfloat16"]:
-    """The type that models compute in here: "bfloat16", or "float32" on x86-64 without AVX-512.
-
-    There is no kernel for products in bfloat16 there: they take fifty times as long.
-    """
-    flags = _CPU.read_text().split()
-    return "float32" if "avx2" in flags and "avx512f" not in flags else "bfloat16"
 
 
 def script(name: str) -> str:
@@ -130,7 +121,7 @@ class RolloutServer:
             *("--draft-length", str(DRAFT_LENGTH), "--speculation", "fixed"),
             *("--host", "127.0.0.1", "--port", str(port), "--control-port", control_port),
             *("--served-model-name", "policy", "--generation-config", "vllm"),
-            *("--dtype", precision()),
+            *("--dtype", cpu_precision()),
             # Eager mode starts faster, and needs no C++ compiler.
             *("--max-model-len", "256", "--max-num-seqs", "128", "--enforce-eager"),
             *options,

@@ -36,12 +36,12 @@ from draft_trainer.config import ReplayConfig, TrainingConfig
 from draft_trainer.drafters import DRAFTERS, Draft
 from draft_trainer.drafters.eagle3.head import Eagle3Head
 from draft_trainer.drafters.initial import choose_draft_vocabulary, init_draft
+from draft_trainer.drafters.ops import cpu_precision
 from draft_trainer.kernels.library import use_kernels
 from examples.arithmetic_grpo import task as arithmetic
 from examples.arithmetic_grpo.sampling import solutions
 from examples.arithmetic_grpo.states import states_of
 from examples.figures import interval
-from examples.local_services import precision
 from examples.sorting_grpo import task as sorting
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
@@ -145,7 +145,7 @@ def record(name: str, folder: Path) -> Data:
 def ours(data: Data, seed: int, order: Sequence[int], arm: str) -> list[Mark]:
     """The trainer's own steps, as it takes them when versions come, in one of ``ARMS``."""
     changed, norms, epochs = ARMS[arm]
-    config = TrainingConfig(ttt_steps=TTT_STEPS, compute_dtype=precision(), **changed)
+    config = TrainingConfig(ttt_steps=TTT_STEPS, compute_dtype=cpu_precision(), **changed)
     samples = [data.samples[i] for i in order]
 
     def mark(tokens: int, seconds: float, head: Draft) -> Mark:

@@ -27,13 +27,14 @@ from draft_trainer.config import ReplayConfig, TrainingConfig
 from draft_trainer.drafters import DRAFTERS, Draft
 from draft_trainer.drafters.expected_acceptance import expected_acceptance
 from draft_trainer.drafters.initial import choose_draft_vocabulary, init_draft
+from draft_trainer.drafters.ops import cpu_precision
 from draft_trainer.kernels.library import use_kernels
 from examples.arithmetic_grpo import task
 from examples.arithmetic_grpo.make_draft import AUX_LAYERS, DRAFT_LENGTH, initial
 from examples.arithmetic_grpo.make_mtp import policy_with_mtp
 from examples.arithmetic_grpo.sampling import solutions
 from examples.arithmetic_grpo.states import States, states_of
-from examples.local_services import ARITHMETIC, precision
+from examples.local_services import ARITHMETIC
 
 KINDS = ("eagle3", "dflash", "dspark", "mtp", "draft_model")
 MARKS = (50_000, 100_000, 200_000)
@@ -68,7 +69,7 @@ def mechanism(
 
         config = TrainingConfig(
             ttt_steps=DRAFT_LENGTH,
-            compute_dtype=precision(),
+            compute_dtype=cpu_precision(),
             target="dspark" if kind == "dspark" else "kl",
         )
         samples = [train.samples[number] for number in order]

@@ -37,6 +37,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from benchmarks.harness import Target, end_on_sigterm, finish, options, say, table, write
 from benchmarks.plan_published.__main__ import read_rows
 from benchmarks.plan_published.rules import table_of
+from draft_trainer.drafters.ops import cpu_precision
 from examples.arithmetic_grpo.grpo import by_length, group_advantages, old_log_probs, update
 from examples.arithmetic_grpo.loop import timed
 from examples.arithmetic_grpo.processes import Services
@@ -46,7 +47,6 @@ from examples.local_services import (
     RolloutServer,
     Settings,
     draft_trainer,
-    precision,
 )
 from examples.smollm_grpo.masters import MasterAdamW
 from examples.smollm_grpo.model import SERVED, check, policy
@@ -159,7 +159,7 @@ def run(
     torch.set_num_threads(len(loop_cores))
     torch.manual_seed(seed)
     start = policy()
-    model = AutoModelForCausalLM.from_pretrained(start, dtype=getattr(torch, precision()))
+    model = AutoModelForCausalLM.from_pretrained(start, dtype=getattr(torch, cpu_precision()))
     optimizer = MasterAdamW(model, LEARNING_RATE)
     tasks = Tasks(AutoTokenizer.from_pretrained(start), seed)
     sizes = (*SERVED, "--max-num-seqs", "32")
@@ -178,7 +178,11 @@ def run(
         if arm in (ALWAYS, PAYS):
             settings: Settings = {
                 "draft": {"policy": str(start)},
-                "training": {"compute_dtype": precision(), "ttt_steps": DRAFT_LENGTH, "seed": seed},
+                "training": {
+                    "compute_dtype": cpu_precision(),
+                    "ttt_steps": DRAFT_LENGTH,
+                    "seed": seed,
+                },
                 "publish": {"num_speculative_tokens": DRAFT_LENGTH},
                 "economy": {"mode": arm},
             }
@@ -191,7 +195,7 @@ def run(
             config = BridgeConfig(
                 *(trainer.health, folder.name, (server.control,)),
                 states_dtype="bfloat16",
-                policy_dtype=precision(),
+                policy_dtype=cpu_precision(),
             )
             bridge = stack.enter_context(PolicyBridge(model, config))
             bridge.wait_connected(CALL_SECONDS)
@@ -201,7 +205,9 @@ def run(
                 with bridge.sync(version) as window:
                     window.push_policy()
                 return
-            server.stage("policy", f"policy-{version}", version, policy_tensors(model, precision()))
+            server.stage(
+                "policy", f"policy-{version}", version, policy_tensors(model, cpu_precision())
+            )
             server.commit(f"policy-{version}")
 
         push(0)

@@ -85,7 +85,8 @@ class Warmup:
     seed: Annotated[int, arg(metavar="N")] = 0
     """Seed of a new draft's weights and of the order of rollouts."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Type of the policy's weights."""
+    """Type of the policy's weights. auto: that of its checkpoint, but float32 for bfloat16 on a CPU
+    that computes faster in it (x86-64 without AVX-512)."""
     device: Annotated[str, arg(metavar="DEVICE")] = "cpu"
     """The device of policy and draft: cpu, cuda, cuda:1."""
 
@@ -212,10 +213,15 @@ class Warmup:
         )
 
     def _loaded(self, folder: Path) -> PreTrainedModel:
+        import torch
         from transformers import AutoModelForCausalLM
+
+        from draft_trainer.drafters.ops import cpu_precision
 
         try:
             model = AutoModelForCausalLM.from_pretrained(folder, dtype=self.dtype)
+            if (self.dtype, self.device, model.dtype) == ("auto", "cpu", torch.bfloat16):
+                model = model.to(getattr(torch, cpu_precision()))
             return model.to(self.device).eval()  # type: ignore[no-any-return]
         except (OSError, ValueError, RuntimeError) as error:
             first = str(error).strip().partition("\n")[0]

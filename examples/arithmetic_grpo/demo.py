@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from draft_trainer.drafters.ops import cpu_precision
 from draft_trainer.training.cores import core_seconds
 from examples.arithmetic_grpo.live_table import LiveTable
 from examples.arithmetic_grpo.loop import ArithmeticTask, GrpoLoop, LoopSettings
@@ -41,7 +42,6 @@ from examples.local_services import (
     RolloutServer,
     Settings,
     draft_trainer,
-    precision,
 )
 from policy_bridge import BridgeConfig, PolicyBridge
 from policy_bridge.sync import policy_tensors
@@ -264,7 +264,7 @@ def _settings(options: argparse.Namespace, seed: int) -> Settings:
         "replay": {"capacity_bytes": 512 << 20, "held_out_fraction": 0.2, "max_epochs": 6},
         "training": {
             "threads": 1,
-            "compute_dtype": precision(),
+            "compute_dtype": cpu_precision(),
             "ttt_steps": DRAFT_LENGTH,
             "batch_tokens": 1024,
             "learning_rate": 1e-3,

@@ -23,12 +23,12 @@ from transformers import AutoModelForCausalLM
 
 from draft_trainer.cli.main import main as draft_trainer
 from draft_trainer.drafters import DRAFTERS
+from draft_trainer.drafters.ops import cpu_precision
 from draft_trainer.files import check_free
 from examples.arithmetic_grpo import task as arithmetic
 from examples.arithmetic_grpo.make_mtp import first_layers, new_head, policy_with_mtp
 from examples.arithmetic_grpo.sampling import solutions
 from examples.arithmetic_grpo.tokenizer import VOCAB_SIZE
-from examples.local_services import precision
 from examples.task import Task
 
 AUX_LAYERS = (2, 5, 7)
@@ -93,7 +93,7 @@ def configuration(folder: Path, epochs: int, threads: int, block: bool) -> Path:
         block: whether a draft proposes all places at once.
     """
     path = folder / "warmup.toml"
-    training = [f"threads = {threads}", f'compute_dtype = "{precision()}"']
+    training = [f"threads = {threads}", f'compute_dtype = "{cpu_precision()}"']
     if block:
         training.append(f"ttt_steps = {DRAFT_LENGTH}")
     path.write_text(

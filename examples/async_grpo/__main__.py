@@ -23,6 +23,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from draft_trainer.drafters.ops import cpu_precision
 from examples.arithmetic_grpo.processes import ServiceError, Services, free_port
 from examples.arithmetic_grpo.records import ADAPTED, FROZEN, OFF
 from examples.async_grpo.loop import AsyncGrpo, AsyncSettings, AsyncStep
@@ -35,7 +36,6 @@ from examples.local_services import (
     RolloutServer,
     Settings,
     draft_trainer,
-    precision,
 )
 from policy_bridge import BridgeConfig, PolicyBridge
 from policy_bridge.adapters.completions import CompletionsClient
@@ -50,7 +50,7 @@ SETTINGS: Settings = {
     **SHORT,
     "training": {
         **SHORT["training"],
-        "compute_dtype": precision(),
+        "compute_dtype": cpu_precision(),
         "weight_averaging": 0.95,
         # About one candidate for each sync.
         "steps_per_candidate": 32,

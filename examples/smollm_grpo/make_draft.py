@@ -15,14 +15,15 @@ from pathlib import Path
 
 from transformers import AutoTokenizer
 
+from draft_trainer.drafters.ops import cpu_precision
 from examples.arithmetic_grpo.make_draft import run
-from examples.local_services import DRAFT_LENGTH, RolloutServer, precision
+from examples.local_services import DRAFT_LENGTH, RolloutServer
 from examples.smollm_grpo import model as smollm
 from examples.smollm_grpo.task import Tasks, problems, prompt_ids
 
 EPOCHS = 3
 CONFIG = f"""[training]
-compute_dtype = "{precision()}"
+compute_dtype = "{cpu_precision()}"
 ttt_steps = {DRAFT_LENGTH}
 [replay]
 max_epochs = {EPOCHS}

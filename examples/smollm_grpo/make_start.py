@@ -17,9 +17,9 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from draft_trainer.drafters.ops import cpu_precision
 from draft_trainer.files import check_free
 from examples.arithmetic_grpo.grpo import pad_batch
-from examples.local_services import precision
 from examples.smollm_grpo import model as smollm
 from examples.smollm_grpo.task import problems, prompt_ids, solution
 
@@ -46,7 +46,7 @@ def main() -> None:
     torch.manual_seed(options.seed)
     folder = smollm.untouched()
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    base = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, precision()))
+    base = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, cpu_precision()))
     config = LoraConfig(
         r=options.rank, lora_alpha=2 * options.rank, target_modules="all-linear", lora_dropout=0.0
     )

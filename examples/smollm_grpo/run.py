@@ -28,6 +28,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from draft_trainer.drafters.ops import cpu_precision
 from draft_trainer.files import written_whole
 from examples.arithmetic_grpo.live_table import LiveTable
 from examples.arithmetic_grpo.loop import GrpoLoop, LoopSettings
@@ -49,7 +50,6 @@ from examples.local_services import (
     RolloutServer,
     Settings,
     draft_trainer,
-    precision,
 )
 from examples.smollm_grpo import model as smollm
 from examples.smollm_grpo.masters import MasterAdamW
@@ -170,7 +170,7 @@ class _Run:
         services: Services,
     ) -> None:
         options, record = self._options, self._record
-        model = AutoModelForCausalLM.from_pretrained(policy, dtype=getattr(torch, precision()))
+        model = AutoModelForCausalLM.from_pretrained(policy, dtype=getattr(torch, cpu_precision()))
         optimizer = MasterAdamW(model, options.learning_rate)
         if kept:
             optimizer.restore(kept)
@@ -182,7 +182,7 @@ class _Run:
             f"smollm-{self._seed}",
             (rollouts.server.control,),
             states_dtype="bfloat16",
-            policy_dtype=precision(),
+            policy_dtype=cpu_precision(),
         )
         settings = LoopSettings(
             options.prompts,
@@ -245,7 +245,7 @@ class _Run:
         return {
             "draft": {"policy": str(policy.resolve())},
             "training": {
-                "compute_dtype": precision(),
+                "compute_dtype": cpu_precision(),
                 "ttt_steps": DRAFT_LENGTH,
                 "seed": self._seed,
             },

@@ -17,7 +17,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from examples import local_services
 from examples.arithmetic_grpo.records import ARMS, FROZEN, ArmRecord, RunRecord, StepRecord
 from examples.smollm_grpo import model as smollm
 from examples.smollm_grpo import summary, task
@@ -79,18 +78,6 @@ def test_changed_gguf_file_refused(wheels: Path) -> None:
 def test_little_memory_refused(wheels: Path) -> None:
     (wheels / "meminfo").write_text(MEMORY.format(8 << 20))
     assert refused().startswith("memory: found 8.0 GiB available, expected 14 GiB")
-
-
-@pytest.mark.parametrize(
-    ("flags", "expected"),
-    [("sse avx2", "float32"), ("avx2 avx512f", "bfloat16"), ("asimd bf16", "bfloat16")],
-)
-def test_no_bfloat16_without_avx512(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: str, expected: str
-) -> None:
-    (tmp_path / "cpuinfo").write_text(f"model name : EPYC\nflags : {flags}\n")
-    monkeypatch.setattr(local_services, "_CPU", tmp_path / "cpuinfo")
-    assert local_services.precision() == expected
 
 
 def test_full_disk_refused(wheels: Path, monkeypatch: pytest.MonkeyPatch) -> None:

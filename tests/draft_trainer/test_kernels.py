@@ -15,7 +15,7 @@ from draft_trainer.drafters import loss as soft_targets
 from draft_trainer.drafters.attention import ttt_attention
 from draft_trainer.drafters.block import Norm
 from draft_trainer.drafters.loss import Target
-from draft_trainer.drafters.ops import rms_norm, rotate_heads, swiglu
+from draft_trainer.drafters.ops import cpu_precision, rms_norm, rotate_heads, swiglu
 from draft_trainer.kernels import library
 from draft_trainer.kernels.library import runs_on, use_kernels, using_kernels
 from slipstream.errors import RefusedError
@@ -255,3 +255,20 @@ def test_kernel_rotary_matches_float64(rotated: int, dtype: torch.dtype) -> None
     for found, exact in zip(run("on", dtype), run("off", torch.float64), strict=True):
         assert found.dtype == dtype
         assert float((found.double() - exact).norm()) <= bound * float(exact.norm())
+
+
+@pytest.mark.parametrize(
+    ("machine", "capability", "expected"),
+    [
+        ("x86_64", "AVX2", "float32"),
+        ("x86_64", "DEFAULT", "float32"),
+        ("x86_64", "AVX512", "bfloat16"),
+        ("aarch64", "DEFAULT", "bfloat16"),
+    ],
+)
+def test_precision_is_the_faster_one_of_the_cpu(
+    monkeypatch: pytest.MonkeyPatch, machine: str, capability: str, expected: str
+) -> None:
+    monkeypatch.setattr("platform.machine", lambda: machine)
+    monkeypatch.setattr("torch.backends.cpu.get_cpu_capability", lambda: capability)
+    assert cpu_precision() == expected

@@ -15,6 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from draft_trainer.cli.main import main
+from draft_trainer.cli.warmup import Warmup as WarmupCommand
 from draft_trainer.drafters.eagle3.checkpoint import Eagle3
 from draft_trainer.warmup import rollouts as reading
 from draft_trainer.warmup import run as warming
@@ -284,6 +285,19 @@ def test_warmup_without_device_memory_is_refused(
     line = refused(capsys, command(tmp_path, policy_dir, "--rollouts", file))
     assert "--device: found no memory for a pass of" in line
     Eagle3().read(tmp_path / "draft").draft()
+
+
+@pytest.mark.parametrize("faster", ["float32", "bfloat16"])
+@pytest.mark.parametrize("given", ["auto", "bfloat16"])
+def test_policy_is_of_the_faster_type_unless_one_is_given(
+    tmp_path: Path, policy_dir: Path, monkeypatch: pytest.MonkeyPatch, faster: str, given: Any
+) -> None:
+    monkeypatch.setattr("draft_trainer.drafters.ops.cpu_precision", lambda: faster)
+    model = AutoModelForCausalLM.from_pretrained(policy_dir, dtype=torch.bfloat16)
+    model.save_pretrained(tmp_path / "policy")
+    command = WarmupCommand(policy=tmp_path / "policy", out=tmp_path / "out", dtype=given)
+    expected = faster if given == "auto" else given
+    assert str(command._loaded(tmp_path / "policy").dtype) == f"torch.{expected}"
 
 
 def test_warmup_options_are_checked_before_loading_policy(
