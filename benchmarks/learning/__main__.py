@@ -3,7 +3,7 @@
 Two policies (the examples'), three seeds. From scratch: acceptance length after so many tokens of
 the policy's own rollouts, by the replay on held-out ones, of the weights rounded as they are
 released. CPU seconds are the training step's own, on one thread, without the measurement. Both
-trainers get the same sequences, start from the same weights, and compute in bfloat16. Online: see
+trainers get the same sequences, start from the same weights, and compute in one type. Online: see
 ``moving``, with the defaults and with others. MTP: see ``mtp``, on the arithmetic policy.
 """
 
@@ -176,7 +176,7 @@ def peer(
         rows=0,
         tokens=2048,
         ttt_steps=TTT_STEPS,
-        dtype="bfloat16",
+        dtype=cpu_precision(),
     )
     trainer = {
         **{"policy": str(data.policy), "states": str(data.train), "start": str(start)},
