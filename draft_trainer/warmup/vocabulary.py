@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import time
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -30,6 +31,8 @@ COUNTED_SHARE = 16
 they lack: more of them for a text of many subjects, whose warm-up is longer."""
 
 FOLDS = 4
+
+TELL_SECONDS = 30.0
 
 
 def new_draft(
@@ -61,7 +64,7 @@ def new_draft(
         return init_draft(policy, None, **shape)
     counted = tokens_to_count(most_tokens)
     tell(f"reading {counted:,} completion tokens, whose commonest ones are the draft vocabulary")
-    counts = count_tokens(reading.look(counted), vocab)
+    counts = count_tokens(_with_progress(reading.look(counted), counted, tell), vocab)
     size = size or smallest_size(counts)
     ids = choose_draft_vocabulary(counts.sum(0), size)
     draft = init_draft(policy, ids, **shape)
@@ -96,6 +99,18 @@ def count_tokens(rollouts: Iterable[Rollout], vocab: int) -> Tensor:
         fold = sum(is_held_out(one.group, part / FOLDS) for part in range(1, FOLDS))
         counts[fold] += torch.bincount(torch.tensor(one.completion).long(), minlength=vocab)
     return counts
+
+
+def _with_progress(
+    rollouts: Iterable[Rollout], counted: int, tell: Callable[[str], None]
+) -> Iterator[Rollout]:
+    tokens, told_at = 0, time.monotonic()
+    for one in rollouts:
+        yield one
+        tokens += len(one.completion)
+        if time.monotonic() - told_at >= TELL_SECONDS:
+            told_at = time.monotonic()
+            tell(f"read {tokens:,} of {counted:,} completion tokens")
 
 
 def coverage(counts: Tensor) -> Tensor:

@@ -413,3 +413,12 @@ def test_init_refusals_leave_no_files(
         assert text in line and "Next step: " in line, line
         assert [p.name for p in tmp_path.iterdir()] == ["there"]
         assert not list(there.iterdir())
+
+
+def test_long_reading_of_rollouts_shows_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vocabulary, "TELL_SECONDS", 0.0)
+    told: list[str] = []
+    rollouts = [Rollout(0, [1], [2] * 3), Rollout(1, [1], [2] * 4)]
+    assert [*vocabulary._with_progress(rollouts, 1000, told.append)] == rollouts
+    expected = [f"read {tokens} of 1,000 completion tokens" for tokens in (3, 7)]
+    assert told == expected
