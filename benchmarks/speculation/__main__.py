@@ -67,6 +67,8 @@ NOISE = {"fresh": 0.0, "drifted": 0.3, "ruined": 1.2}
 BATCHES = {1: 5, 4: 12, 16: 40, 32: 72}
 """Requests of a measurement, by requests in flight."""
 PROMPTS = 32
+SIZES = (*SERVED, "--max-num-seqs", str(max(BATCHES)), "--num-gpu-blocks-override", "320")
+"""Room for the prompts and the most requests, 32 tokens a block: six servers need much memory."""
 MAX_TOKENS = 128
 LEAST = 0.97
 """Speed of ``auto`` over the other arm's."""
@@ -135,7 +137,8 @@ def measure(
         By arm: tokens a second in each round; seconds of a step of so many requests; acceptance
         length in vLLM's counters.
     """
-    steps = {name: servers[name].step_sums(k, requests) for name, k in FIXED.items()}
+    fixed = {name: k for name, k in FIXED.items() if name in servers}
+    steps = {name: servers[name].step_sums(k, requests) for name, k in fixed.items()}
     counters = {name: server.counters() for name, server in servers.items()}
 
     def run(server: RolloutServer) -> float:
@@ -146,7 +149,7 @@ def measure(
     # The servers read the engine's sums once a second.
     time.sleep(REST_SECONDS)
     seconds, lengths = {}, {}
-    for name, k in FIXED.items():
+    for name, k in fixed.items():
         (count, took), (count_now, took_now) = steps[name], servers[name].step_sums(k, requests)
         if count_now > count:
             seconds[name] = (took_now - took) / (count_now - count)
@@ -193,6 +196,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=5, help="of each cell, 2 to 10")
     parser.add_argument("--requests", nargs="+", type=int, choices=[*BATCHES], default=[*BATCHES])
     parser.add_argument("--drafts", nargs="+", choices=[*NOISE], default=[*NOISE])
+    arms = [name for name in ARMS if name not in (OFF, AUTO)]
+    parser.add_argument(
+        "--arms", nargs="*", choices=arms, default=arms, help="beside none and auto"
+    )
     parsed = parser.parse_args(argv)
     end_on_sigterm()
     check()
@@ -205,28 +212,29 @@ def main(argv: Sequence[str] | None = None) -> int:
     with ExitStack() as stack:
         logs = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         servers = {}
-        for name, given in ARMS.items():
+        for name in [n for n in ARMS if n in (OFF, AUTO, *parsed.arms)]:
             say(f"starting the server of arm {name}")
             draft = DRAFT if name in DRAFTED else None
-            sized = (*SERVED, "--max-num-seqs", str(max(BATCHES)))
-            server = RolloutServer(logs / f"{name}.log", *sized, *given, policy=folder, draft=draft)
+            given = (*SIZES, *ARMS[name])
+            server = RolloutServer(logs / f"{name}.log", *given, policy=folder, draft=draft)
             servers[name] = stack.enter_context(server)
+        compared = [name for name in servers if name != OFF]
         for version, kind in enumerate(parsed.drafts, 1):
             tensors = noisy(DRAFT, NOISE[kind])
-            for name in DRAFTED:
+            for name in [n for n in servers if n in DRAFTED]:
                 servers[name].swap(version, tensors)
             cells += _cells(kind, servers, prompts, parsed.requests, parsed.rounds)
             write(parsed.json, {"rounds": parsed.rounds, "cells": cells}, targets_of(cells))
     print(
         table(
             "Tokens a second over no speculation's; acceptance length of auto and the longest k",
-            ["draft", "requests", "none, tokens/s", *list(ARMS)[1:], "at k = 3"],
+            ["draft", "requests", "none, tokens/s", *compared, "at k = 3"],
             [
                 [
                     c["draft"],
                     c["requests"],
                     f"{statistics.median(c['tokens_per_second'][OFF]):.0f}",
-                    *(_gain(c["tokens_per_second"], name) for name in list(ARMS)[1:]),
+                    *(_gain(c["tokens_per_second"], name) for name in compared),
                     f"{c['acceptance_length'].get('k = 3', float('nan')):.2f}",
                 ]
                 for c in cells
@@ -260,7 +268,7 @@ def _cells(
         predicted = {
             f"k = {k}": (costs.seconds(k, requests), speed_up(costs, rates, k, requests))
             for k in LENGTHS
-            if k in costs.draft_lengths
+            if k in costs.draft_lengths and f"k = {k}" in servers
         }
         speeds, seconds, lengths = measure(servers, prompts, requests, rounds)
         yield {
@@ -269,7 +277,7 @@ def _cells(
             "tokens_per_second": speeds,
             "step_seconds": seconds,
             "acceptance_length": lengths,
-            "best": max(FIXED, key=lambda name: statistics.median(speeds[name])),
+            "best": max(FIXED.keys() & servers, key=lambda name: statistics.median(speeds[name])),
             "predicted": predicted,
         }
 
