@@ -20,7 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from itertools import cycle, islice
 from pathlib import Path
@@ -48,6 +48,7 @@ from examples.smollm_grpo.model import SERVED, check, policy
 from examples.smollm_grpo.run import HERE
 from examples.smollm_grpo.task import Tasks
 from slipstream.economics.arithmetic import acceptance_length, speed_up
+from slipstream.errors import RefusedError
 
 DRAFT = HERE / "draft"
 OFF, AUTO, NGRAM = "none", "auto", "n-gram"
@@ -223,8 +224,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             tensors = noisy(DRAFT, NOISE[kind])
             for name in [n for n in servers if n in DRAFTED]:
                 servers[name].swap(version, tensors)
-            cells += _cells(kind, servers, prompts, parsed.requests, parsed.rounds)
-            write(parsed.json, {"rounds": parsed.rounds, "cells": cells}, targets_of(cells))
+            for cell in _cells(kind, servers, prompts, parsed.requests, parsed.rounds):
+                cells.append(cell)
+                write(parsed.json, {"rounds": parsed.rounds, "cells": cells}, targets_of(cells))
     print(
         table(
             "Tokens a second over no speculation's; acceptance length of auto and the longest k",
@@ -265,11 +267,13 @@ def _cells(
     say(f"{kind} draft: acceptance length {acceptance_length(rates, LENGTHS[-1]):.2f} at k = 3")
     for requests in batches:
         say(f"{kind} draft, {requests} requests")
-        predicted = {
-            f"k = {k}": (costs.seconds(k, requests), speed_up(costs, rates, k, requests))
-            for k in LENGTHS
-            if k in costs.draft_lengths and f"k = {k}" in servers
-        }
+        predicted = {}
+        for k in LENGTHS:
+            # Steps that the server has not timed with so many requests are not predicted.
+            with suppress(RefusedError):
+                found = costs.seconds(k, requests), speed_up(costs, rates, k, requests)
+                if f"k = {k}" in servers:
+                    predicted[f"k = {k}"] = found
         speeds, seconds, lengths = measure(servers, prompts, requests, rounds)
         yield {
             "draft": kind,
