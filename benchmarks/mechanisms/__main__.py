@@ -41,7 +41,7 @@ MARKS = (50_000, 100_000, 200_000)
 """Tokens of rollouts after which acceptance is measured."""
 ROLLOUTS = 5120
 DRAFT_VOCABULARY = 96
-"""Of EAGLE-3; the others have the policy's lm_head or, as models, one of their own."""
+"""The draft vocabulary of EAGLE-3; the others have the whole one."""
 
 
 def mechanism(
