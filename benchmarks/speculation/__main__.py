@@ -268,12 +268,11 @@ def _cells(
     for requests in batches:
         say(f"{kind} draft, {requests} requests")
         predicted = {}
-        for k in LENGTHS:
+        for k in [k for k in LENGTHS if f"k = {k}" in servers]:
             # Steps that the server has not timed with so many requests are not predicted.
             with suppress(RefusedError):
                 found = costs.seconds(k, requests), speed_up(costs, rates, k, requests)
-                if f"k = {k}" in servers:
-                    predicted[f"k = {k}"] = found
+                predicted[f"k = {k}"] = found
         speeds, seconds, lengths = measure(servers, prompts, requests, rounds)
         yield {
             "draft": kind,

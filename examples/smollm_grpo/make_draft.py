@@ -2,7 +2,7 @@
 
 ``python -m examples.smollm_grpo.make_draft --out DIR``; after an interruption the same command goes
 on. It writes the prompts, starts a server without a draft, and gives both to the command, which it
-prints. A million tokens take about an hour on two cores.
+prints. A million tokens take hours on two cores.
 """
 
 from __future__ import annotations
