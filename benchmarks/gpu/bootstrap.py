@@ -34,13 +34,19 @@ print(*(f"{d.name} {d.version}" for d in m.distributions() if d.name in names), 
 def install(wheels: Path, target: Path) -> None:
     """Install a folder's wheels, without what they need, in place of what was in ``target``.
 
-    Raises subprocess.CalledProcessError: pip failed, and said why; ``target`` is as before.
+    Raises FileNotFoundError: the folder holds no wheel. Raises subprocess.CalledProcessError: pip
+    failed, and said why; ``target`` is as before.
     """
+    files = sorted(map(str, wheels.glob("*.whl")))
+    if not files:
+        raise FileNotFoundError(
+            f"found no *.whl in {wheels.resolve()}. Next step: fill it where there is an index "
+            "(`python -m benchmarks.gpu.plan wheels`), and carry it here"
+        )
     partial = target.with_suffix(".partial")
     shutil.rmtree(partial, ignore_errors=True)
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "-q", "install"]
     options = ["--no-index", "--no-deps", "--no-compile", "--no-cache-dir", "--target"]
-    files = sorted(map(str, wheels.glob("*.whl")))
     subprocess.run([*pip, *options, str(partial), *files], check=True)
     shutil.rmtree(target, ignore_errors=True)
     partial.rename(target)

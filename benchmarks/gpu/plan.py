@@ -8,6 +8,7 @@ arguments go to the benchmark: ``plan smoke --device cpu --tiny``.
 
 from __future__ import annotations
 
+import argparse
 import os
 import re
 import shutil
@@ -92,10 +93,12 @@ def run(name: str, more: Sequence[str]) -> int:
 
 def wheels() -> None:
     """Download and pack what the steps carry. Raises subprocess.CalledProcessError: pip failed."""
+    own = max(Path("dist").glob("*.whl"), key=lambda path: path.stat().st_mtime, default=None)
+    if own is None:
+        raise FileNotFoundError("found no dist/*.whl. Next step: make package")
     shutil.rmtree(WHEELS, ignore_errors=True)
     for folder, names in (("trainer", TRAINER), ("server", SERVER)):
         _download(WHEELS / folder, _pinned(names))
-    (own,) = Path("dist").glob("*.whl")
     shutil.copy(own, WHEELS / "trainer")
     _download(WHEELS / "whole", [f"vllm=={VLLM}"])
     (whole,) = (WHEELS / "whole").glob("*.whl")
@@ -118,20 +121,26 @@ def _download(folder: Path, requirements: Sequence[str]) -> None:
     subprocess.run([*pip, *options, *requirements], check=True)
 
 
-def main(argv: Sequence[str]) -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Command line entry."""
-    if argv[:1] == ["wheels"]:
+    parser = argparse.ArgumentParser(
+        prog="python3 -m benchmarks.gpu.plan", description=(__doc__ or "").split("\n\n", 1)[1]
+    )
+    parser.add_argument("step", nargs="?", choices=["wheels", *STEPS], help="none: the table")
+    parser.add_argument("more", nargs=argparse.REMAINDER, help="arguments of the benchmark")
+    chosen = parser.parse_args(argv)
+    if chosen.step == "wheels":
         wheels()
-        return 0
-    if argv and argv[0] in STEPS:
-        return run(argv[0], argv[1:])
-    minutes = 0.0
-    for name, step in STEPS.items():
-        carry = " ".join(str(WHEELS / folder) for folder in step.carry) or "-"
-        print(f"{minutes:4.1f} min  {name:9} {step.seconds:4} s  carry {carry:14} {step.only}")
-        minutes += step.seconds / 60
-    return int(bool(argv))
+    elif chosen.step:
+        return run(chosen.step, chosen.more)
+    else:
+        minutes = 0.0
+        for name, step in STEPS.items():
+            carry = " ".join(str(WHEELS / folder) for folder in step.carry) or "-"
+            print(f"{minutes:4.1f} min  {name:9} {step.seconds:4} s  carry {carry:14} {step.only}")
+            minutes += step.seconds / 60
+    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

@@ -115,3 +115,8 @@ def test_bootstrap_needs_the_standard_library_alone(wheel: Path, tmp_path: Path)
 def test_plan_fits_the_calls_and_the_half_hour() -> None:
     assert all(len(step.carry) <= 8 and step.seconds <= 600 for step in STEPS.values())
     assert sum(step.seconds for step in STEPS.values()) <= 30 * 60
+
+
+def test_folder_without_wheels_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=f"no .*whl in {tmp_path}.*Next step: fill it"):
+        bootstrap.install(tmp_path, tmp_path / "site")

@@ -59,8 +59,9 @@ ELSEWHERE = {
 """Blocks by page and first words, and the test that runs them as they are printed."""
 READ_AS = {"/models/": "models/", "/var/lib/slipstream/": "var/"}
 """Absolute paths of the pages, under the folder."""
-NOT_RUN = ("docker", "kubectl", "make", "pip", "ray", "torchrun")
-"""Programs of others: what they read is tested in tests/deploy."""
+NOT_RUN = ("docker", "git", "kubectl", "make", "pip", "python3", "ray", "torchrun")
+"""Programs of others: what they read is tested in tests/deploy. ``python3`` is that of a machine
+with a GPU (tests/benchmarks/test_gpu_bootstrap.py)."""
 BEFORE = {
     # Two ways to one draft.
     ("operations.md", "draft-trainer warmup --policy POLICY --prompts"): "rm -r draft",
