@@ -160,19 +160,23 @@ class LengthChooser:
         known = rates
 
         choices = [k for k in (0, *self.lengths) if k in costs.points]
-        # Beyond the largest batch that every length was measured at, all are compared at that one.
-        largest = min(costs.points[k][-1][0] for k in (OFF, *choices))
+        # Where not all lengths were timed yet, those that were are compared, and beyond the largest
+        # batch of two of them at that one. Costs of fewer requests would favour drafts.
+        timed = {k: costs.points[k][-1][0] for k in (OFF, *choices)}
+        largest = min(timed[OFF], max(timed[k] for k in choices))
 
         def speed(k: int, requests: int) -> float:
-            seconds = costs.seconds(k, min(max(requests, 1), largest))
+            seconds = costs.seconds(k, min(max(requests, 1), largest, timed[k]))
             return acceptance_length(known, k) / seconds
 
         best, gains = [], []
         for requests in range(self.largest + 1):
-            speeds = {k: speed(k, requests) for k in choices}
+            reached = min(requests, largest)
+            speeds = {k: speed(k, requests) for k in choices if timed[k] >= reached}
             fastest = max(speeds, key=lambda k: speeds[k])
             now = fastest if self.table is None else self.table[requests]
-            best.append(now if speeds[now] >= speeds[fastest] * (1 - MARGIN) else fastest)
+            stays = speeds.get(now, 0.0) >= speeds[fastest] * (1 - MARGIN)
+            best.append(now if stays else fastest)
             gains.append(speeds[fastest] / speed(OFF, requests))
         work = self._work or {gains.index(max(gains)): 1.0}
 

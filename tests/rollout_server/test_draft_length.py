@@ -125,7 +125,7 @@ def test_chooser_ignores_gain_within_margin() -> None:
 
 
 def test_chooser_judges_larger_batches_by_largest_measured() -> None:
-    """Lengths are compared at a batch size that each was measured at."""
+    """Lengths are compared at a batch size that two of them and plain steps were measured at."""
     sums = measured()
     for k in (-1, 0, 1, 2):
         kind = PLAIN if k < 0 else SPECULATIVE
@@ -135,6 +135,21 @@ def test_chooser_judges_larger_batches_by_largest_measured() -> None:
     chooser.choose(FRESH)
     assert chooser.table is not None and len(chooser.table) == 501
     assert chooser.table[500] == chooser.table[256] == chooser.table[64] == 0
+
+
+def test_chooser_compares_lengths_timed_at_as_many_requests() -> None:
+    """Plain steps and the longest drafts were timed at 64 requests, the others at 4 at most."""
+    sums = {key: total for key, total in measured().items() if key[1] <= 4}
+    chooser = LengthChooser(3, 64)
+    chooser.add(sums, FRESH)
+    chooser.choose(FRESH)
+    assert chooser.table == [3] * 65, "drafts pay for the most requests that were timed"
+    for kind, k in ((PLAIN, -1), (SPECULATIVE, 3)):
+        sums[kind, 64, max(k, 0)] = StepSum(300, 300 * seconds(k, 64))
+    chooser.add(sums, FRESH)
+    assert speed(FRESH, 3, 64) * 1.5 < 1 / seconds(-1, 64)
+    chooser.choose(FRESH)
+    assert chooser.table is None
 
 
 def test_chooser_fades_older_costs() -> None:
