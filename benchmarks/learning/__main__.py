@@ -1,10 +1,11 @@
 """``python -m benchmarks.learning``: what a random head learns, and a good one on a moving policy.
 
-Two policies (the examples'), three seeds. From scratch: acceptance length after so many tokens of
-the policy's own rollouts, by the replay on held-out ones, of the weights rounded as they are
-released. CPU seconds are the training step's own, on one thread, without the measurement. Both
-trainers get the same sequences, start from the same weights, and compute in one type. Online: see
-``moving``, with the defaults and with others. MTP: see ``mtp``, on the arithmetic policy.
+The examples' policies, three seeds; SmolLM2-135M only where it is asked for. From scratch:
+acceptance length after so many tokens of the policy's own rollouts, by the replay on held-out ones,
+of the weights rounded as they are released. CPU seconds are the training step's own, on one thread,
+without the measurement. Both trainers get the same sequences, start from the same weights, and
+compute in one type. Online: see ``moving``, with the defaults and with others. MTP: see ``mtp``, on
+the arithmetic policy.
 """
 
 from __future__ import annotations
@@ -13,15 +14,16 @@ import random
 import statistics
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import count, islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from benchmarks.draft_training.case import Case
 from benchmarks.draft_training.contestants import default_directory, python_of
@@ -39,26 +41,49 @@ from draft_trainer.drafters.initial import choose_draft_vocabulary, init_draft
 from draft_trainer.drafters.ops import cpu_precision
 from draft_trainer.kernels.library import use_kernels
 from examples.arithmetic_grpo import task as arithmetic
-from examples.arithmetic_grpo.sampling import solutions
+from examples.arithmetic_grpo.sampling import sample, solutions
 from examples.arithmetic_grpo.states import states_of
 from examples.figures import interval
+from examples.smollm_grpo import model as smollm
+from examples.smollm_grpo.task import Tasks, problems, prompt_ids
 from examples.sorting_grpo import task as sorting
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
-POLICIES: dict[str, tuple[Path, Any, int]] = {
-    "arithmetic": (EXAMPLES / "arithmetic_grpo" / "policy", arithmetic, 96),
-    "sorting": (EXAMPLES / "sorting_grpo" / "policy", sorting, 64),
-}
-"""Checkpoint, task, draft vocabulary."""
 
+
+class Policy(NamedTuple):
+    """A policy to learn from.
+
+    Attributes:
+        checkpoint: makes it where it is not there yet, and returns its folder.
+        task: of its rollouts; None: ``examples.smollm_grpo.task``.
+        draft_vocabulary: tokens.
+        marks: tokens after which acceptance is measured.
+    """
+
+    checkpoint: Callable[[], Path]
+    task: Any
+    draft_vocabulary: int
+    marks: tuple[int, ...] = (40_000, 70_000, 100_000)
+
+
+SMOLLM = "smollm"
+POLICIES = {
+    "arithmetic": Policy(lambda: EXAMPLES / "arithmetic_grpo" / "policy", arithmetic, 96),
+    "sorting": Policy(lambda: EXAMPLES / "sorting_grpo" / "policy", sorting, 64),
+    SMOLLM: Policy(smollm.policy, None, 8192, (50_000, 200_000, 500_000)),
+}
+TOYS = [name for name in POLICIES if name != SMOLLM]
 PARTS = ("scratch", "online", "mtp")
-MARKS = (40_000, 70_000, 100_000)
-"""Tokens after which acceptance is measured."""
 
 TTT_STEPS = DRAFT_LENGTH = 3
 ROLLOUTS_AT_ONCE = 512
+PROMPTS_AT_ONCE, COMPLETIONS = 1024, 4
+"""Prompts of SmolLM2 whose rollouts are sampled at once, and completions of each."""
 LEARNING_RATE = TrainingConfig().learning_rate
 
+Rollout = tuple[list[int], list[int]]
+"""Token ids of a prompt and of its completion."""
 OURS, OURS_ONCE = "slipstream", "slipstream, one pass"
 NORMS = ("norm_output", "fc_norm", "qk_norm")
 ARMS: dict[str, tuple[dict[str, Any], tuple[str, ...], int]] = {
@@ -102,12 +127,13 @@ class Data:
     held: Path
 
     def __post_init__(self) -> None:
-        self.policy, _, size = POLICIES[self.name]
+        policy = POLICIES[self.name]
+        self.policy, size = policy.checkpoint(), policy.draft_vocabulary
         states = read_states(self.train)
         self.samples = states.samples
         counts = torch.zeros(len(states.head.embed_tokens), dtype=torch.int64)
-        for sample in self.samples:
-            tokens = sample.token_ids[sample.loss_mask]
+        for one in self.samples:
+            tokens = one.token_ids[one.loss_mask]
             counts += torch.bincount(tokens, minlength=len(counts))
         self.ids = choose_draft_vocabulary(counts, size)
         self.heads = states.heads(self.ids)
@@ -122,23 +148,39 @@ class Data:
         return self._held.acceptance_length(head, DRAFT_LENGTH)
 
 
+def rollouts(name: str, model: PreTrainedModel, seed: int) -> Iterator[list[Rollout]]:
+    """Endless prompts of a policy and their completions at temperature 1, some at a time."""
+    policy = POLICIES[name]
+    if policy.task is not None:
+        for number in count():
+            yield from solutions(model, ROLLOUTS_AT_ONCE, seed * 1_000_003 + number, policy.task)
+    tokenizer = AutoTokenizer.from_pretrained(policy.checkpoint())
+    drawn, generator = problems(f"learning-{seed}"), torch.Generator().manual_seed(seed)
+    while True:
+        prompts = [prompt_ids(tokenizer, one) for one in islice(drawn, PROMPTS_AT_ONCE)]
+        repeated = [prompt for prompt in prompts for _ in range(COMPLETIONS)]
+        found = sample(model, repeated, 1.0, Tasks.max_tokens, generator)
+        pairs = list(zip(found.prompts, found.completions, strict=True))
+        random.Random(seed).shuffle(pairs)
+        yield pairs
+
+
 def record(name: str, folder: Path) -> Data:
     """States on enough rollouts for the last mark, and on held-out ones; kept if there."""
-    policy, task, _ = POLICIES[name]
+    policy = POLICIES[name]
     data = folder / f"{name}-train.safetensors", folder / f"{name}-held.safetensors"
-    model = AutoModelForCausalLM.from_pretrained(policy, dtype=torch.float32).eval()
-    for seed, (out, tokens) in enumerate(zip(data, (int(MARKS[-1] * 1.1), 0), strict=True)):
+    dtype = getattr(torch, cpu_precision()) if name == SMOLLM else torch.float32
+    model = AutoModelForCausalLM.from_pretrained(policy.checkpoint(), dtype=dtype).eval()
+    for seed, (out, tokens) in enumerate(zip(data, (int(policy.marks[-1] * 1.1), 0), strict=True)):
         if out.exists():
             continue
         say(f"rollouts of the {name} policy")
-        rollouts: list[tuple[list[int], list[int]]] = []
-        count = 0
-        while not count or sum(len(one) + len(other) for one, other in rollouts) < tokens:
-            size = ROLLOUTS_AT_ONCE if tokens else HELD_OUT
-            for part in solutions(model, size, seed * 1_000_003 + count, task):
-                rollouts += part
-                count += 1
-        write_states(out, states_of(model, rollouts))
+        found: list[Rollout] = []
+        for part in rollouts(name, model, seed):
+            found += part if tokens else part[:HELD_OUT]
+            if len(found) >= HELD_OUT and sum(len(a) + len(b) for a, b in found) >= tokens:
+                break
+        write_states(out, states_of(model, found))
     return Data(name, *data)
 
 
@@ -152,7 +194,8 @@ def ours(data: Data, seed: int, order: Sequence[int], arm: str) -> list[Mark]:
         return Mark(tokens, seconds, data.acceptance(head))
 
     start = partial(data.start, seed, norms)
-    return learned(start, config, epochs, samples, data.heads, MARKS, mark)
+    marks = POLICIES[data.name].marks
+    return learned(start, config, epochs, samples, data.heads, marks, mark)
 
 
 def peer(
@@ -190,7 +233,7 @@ def peer(
             trainer=trainer,
             order=list(order),
             batch_tokens=batch_tokens,
-            marks=MARKS,
+            marks=POLICIES[data.name].marks,
             out=str(folder / f"{data.name}-{seed}-{batch_tokens}"),
         )
     found = []
@@ -218,8 +261,8 @@ def at_seconds(marks: Sequence[Mark], seconds: float) -> float:
 def targets_of(found: Mapping[str, Sequence[Sequence[Mark]]], name: str) -> list[Target]:
     """Gains over one that accepts nothing, against the best peer of each seed."""
     targets = []
-    peers = [arm for arm in PEERS if arm in found]
-    for place, tokens in enumerate(MARKS if peers else ()):
+    peers = [arm for arm in PEERS if arm in found and OURS in found]
+    for place, tokens in enumerate(POLICIES[name].marks if peers else ()):
         by_tokens, by_seconds = [], []
         for seed, marks in enumerate(found[OURS]):
             mine = marks[place]
@@ -236,32 +279,33 @@ def targets_of(found: Mapping[str, Sequence[Sequence[Mark]]], name: str) -> list
 
 
 def scratch(
-    data: Data, seeds: Sequence[int], folder: Path, python: Path | None
+    data: Data, arms: Sequence[str], seeds: Sequence[int], folder: Path, python: Path | None
 ) -> dict[str, list[list[Mark]]]:
     """The marks of every seed, by arm."""
+    at = POLICIES[data.name].marks
     found: dict[str, list[list[Mark]]] = {}
     for seed in seeds:
         order = random.Random(seed).sample(range(len(data.samples)), len(data.samples))
         say(f"{data.name} from scratch, seed {seed}")
-        for arm in ARMS:
+        for arm in arms:
             found.setdefault(arm, []).append(ours(data, seed, order, arm))
         for arm, size in PEERS.items() if python else ():
             marks = peer(data, seed, order, size, folder, python)  # type: ignore[arg-type]
             found.setdefault(arm, []).append(marks)
     rows = [
         [arm]
-        + [spread_text([run[place].acceptance_length for run in runs]) for place in range(3)]
+        + [spread_text([run[place].acceptance_length for run in runs]) for place in range(len(at))]
         + [f"{statistics.median(run[-1].seconds for run in runs):.1f}"]
         for arm, runs in found.items()
     ]
-    columns = ["", *(f"{tokens:,} tokens" for tokens in MARKS), "CPU s"]
+    columns = ["", *(f"{tokens:,} tokens" for tokens in at), "CPU s"]
     print(table(f"\n{data.name}: acceptance length at k = {DRAFT_LENGTH}", columns, rows))
     return found
 
 
 def online(name: str, seeds: Sequence[int], folder: Path) -> dict[str, list[Course]]:
     """The course of every seed from the example's draft, by arm."""
-    policy, task, _ = POLICIES[name]
+    policy, task = POLICIES[name].checkpoint(), POLICIES[name].task
     found: dict[str, list[Course]] = {}
     for seed in seeds:
         path = folder / f"{name}-moving-{seed}"
@@ -320,9 +364,10 @@ def _draft(policy: Path) -> Draft:
 def main(argv: list[str] | None = None) -> int:
     """Command line entry; the exit status is 0 only if every target is met."""
     parser = options("learning", __doc__.partition("\n\n")[2])
-    parser.add_argument("--policies", nargs="+", default=list(POLICIES), choices=list(POLICIES))
+    parser.add_argument("--policies", nargs="+", default=TOYS, choices=list(POLICIES))
     parser.add_argument("--parts", nargs="+", default=list(PARTS), choices=PARTS)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--arms", nargs="+", choices=list(ARMS), default=list(ARMS))
     parser.add_argument("--data", type=Path, help="folder of the states, kept for another run")
     parser.add_argument("--alone", action="store_true", help="without speculators")
     chosen = parser.parse_args(argv)
@@ -336,13 +381,13 @@ def main(argv: list[str] | None = None) -> int:
         folder.mkdir(parents=True, exist_ok=True)
         for name in chosen.policies:
             if "scratch" in chosen.parts:
-                marks = scratch(record(name, folder), chosen.seeds, folder, python)
+                marks = scratch(record(name, folder), chosen.arms, chosen.seeds, folder, python)
                 figures[name]["scratch"] = {
                     arm: [[asdict(mark) for mark in run] for run in runs]
                     for arm, runs in marks.items()
                 }
                 targets += targets_of(marks, name)
-            if "online" in chosen.parts:
+            if "online" in chosen.parts and name in TOYS:
                 courses = online(name, chosen.seeds, folder)
                 figures[name]["online"] = {
                     arm: [run.figures for run in runs] for arm, runs in courses.items()
@@ -350,7 +395,9 @@ def main(argv: list[str] | None = None) -> int:
                 targets += online_targets(courses["the defaults"], name)
             if "mtp" in chosen.parts and name == "arithmetic":
                 data = record(name, folder)
-                lengths = formulations(data.policy, data.train, data.held, MARKS[-1], chosen.seeds)
+                lengths = formulations(
+                    *(data.policy, data.train, data.held, POLICIES[name].marks[-1], chosen.seeds)
+                )
                 figures[name]["mtp"] = lengths
                 targets += formulation_targets(lengths)
             write(chosen.json, figures, targets)

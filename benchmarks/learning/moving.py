@@ -142,6 +142,7 @@ def considered(
         heads,
         DRAFT_LENGTH,
         "probabilistic",
+        compute_dtype=getattr(torch, learner.config.compute_dtype),
     )
     if not result.HasField("gate"):
         return Candidate(served)

@@ -101,6 +101,7 @@ def expected_acceptance(
     k: int,
     method: Method,
     max_batch_tokens: int = 8192,
+    compute_dtype: torch.dtype | None = None,
 ) -> AcceptanceEstimate:
     """Predict the acceptance of ``head`` at draft length ``k`` on the samples' policy.
 
@@ -111,22 +112,32 @@ def expected_acceptance(
         k: served draft length, at least 1.
         method: how vLLM drafts.
         max_batch_tokens: tokens of one forward pass, padding included.
+        compute_dtype: as ``acceptance_on``.
 
     Raises:
         RefusedError: no sample has an anchor (there is no acceptance length, not even 1.0), a
             policy version is not held, or the head has no draft vocabulary.
     """
     device = head.device
-    return acceptance_on(batches(samples, policy_heads, max_batch_tokens, device), head, k, method)
+    collated = batches(samples, policy_heads, max_batch_tokens, device)
+    return acceptance_on(collated, head, k, method, compute_dtype)
 
 
 def acceptance_on(
-    collated: Iterable[Batch], head: Draft, k: int, method: Method
+    collated: Iterable[Batch],
+    head: Draft,
+    k: int,
+    method: Method,
+    compute_dtype: torch.dtype | None = None,
 ) -> AcceptanceEstimate:
     """Predict as ``expected_acceptance``, on what ``batches`` made of samples, for any device.
 
     Several heads may be measured on the same batches; the order of the rows is then the same, so
     that pairs stay pairs.
+
+    Args:
+        compute_dtype: what the draft's matrices are multiplied in on a CPU; None: the type of its
+            weights. On a GPU it is bfloat16, as flash attention takes 16-bit types only.
     """
     if k < 1:
         raise RefusedError("k", k, "at least 1", "ask for the served draft length")
@@ -134,8 +145,9 @@ def acceptance_on(
     waiting: list[tuple[Tensor, ...]] = []
     names: list[tuple[str, str]] = []
     ignored: set[str] = set()
-    # Flash attention on a GPU takes 16-bit types only, and vLLM serves drafts in one.
-    dtype = next(head.parameters()).dtype if head.device.type == "cpu" else torch.bfloat16
+    dtype = compute_dtype or next(head.parameters()).dtype
+    if head.device.type != "cpu":
+        dtype = torch.bfloat16
     with torch.inference_mode():
         for batch in collated:
             names.extend(zip(batch.groups, batch.completions, strict=True))

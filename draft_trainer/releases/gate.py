@@ -144,6 +144,7 @@ def compare(
     method: Method,
     pass_tokens: int = PASS_TOKENS,
     by_completion: bool = False,
+    compute_dtype: torch.dtype | None = None,
 ) -> tuple[release_pb2.Verdict, int]:
     """Gate one of ``candidates``, with the weights that are (or would be) served.
 
@@ -165,13 +166,15 @@ def compare(
         method: how vLLM drafts.
         pass_tokens: tokens of one forward pass.
         by_completion: whether completions are held out instead of prompts.
+        compute_dtype: as ``acceptance_on``.
 
     Returns:
         The result, and which candidate it is of.
     """
     # Once for all heads: on a GPU that takes longer than a head's passes.
     collated = [*batches(samples, policy_heads, pass_tokens, incumbent.device)]
-    theirs = _estimate(collated, incumbent, k, method)
+    estimated = partial(_estimate, collated, k=k, method=method, compute_dtype=compute_dtype)
+    theirs = estimated(incumbent)
     if theirs is None:
         return unmeasured("no held-out sample has an anchor"), 0
     clusters = clusters_of(theirs.groups, theirs.completions, by_completion)
@@ -192,7 +195,7 @@ def compare(
         for name, weight in candidate.named_parameters():
             if not bool(torch.isfinite(weight).all()):
                 return unmeasured(f"ruined: {name} is not finite"), 0
-        estimate = _estimate(collated, candidate, k, method)
+        estimate = estimated(candidate)
         # A sequence on which a head's probabilities are not finite is left out of its estimate.
         if estimate is None or estimate.groups != theirs.groups:
             return unmeasured("ruined: its probabilities are not finite"), 0
@@ -303,11 +306,15 @@ def _clusters(samples: Sequence[Sample], by_completion: bool) -> Sequence[str]:
 
 
 def _estimate(
-    collated: Iterable[Batch], head: Draft, k: int, method: Method
+    collated: Iterable[Batch],
+    head: Draft,
+    k: int,
+    method: Method,
+    compute_dtype: torch.dtype | None,
 ) -> AcceptanceEstimate | None:
     """None where no sample has an anchor with finite probabilities."""
     try:
-        return acceptance_on(collated, head, k, method)
+        return acceptance_on(collated, head, k, method, compute_dtype)
     except RefusedError as error:
         if error.reason != release_pb2.REFUSAL_REASON_NO_ANCHOR:
             raise
@@ -415,6 +422,7 @@ class Gate:
                 *drafting,
                 pass_tokens,
                 by_completion,
+                getattr(torch, self.config.training.compute_dtype),
             )
             if result.outcome != "not_measured" or len(samples) == len(held):
                 if others := sum(not sample.on_policy for sample in samples):

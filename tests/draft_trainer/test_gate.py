@@ -195,6 +195,22 @@ def test_gate_after_promotion_compares_with_new_release(
     assert figures.difference == 0.0
 
 
+def test_gate_computes_drafts_in_the_type_of_training(
+    tmp_path: Path, trained: tuple[Policy, Eagle3Head, Eagle3Head]
+) -> None:
+    """In bfloat16 where training is: as vLLM serves drafts, and faster on processors with AMX."""
+    policy, incumbent, candidate = trained
+    made, run = gate_of(tmp_path, policy, incumbent, completions(policy, 20, seed=1))
+    lengths = []
+    for dtype in ("float32", "bfloat16"):
+        made.config = make_config(
+            tmp_path, training={"compute_dtype": dtype}, replay={"max_policy_lag": 4}
+        )
+        result, _ = made.judge(lambda: [candidate], run, None)
+        lengths.append(result.gate.candidate_acceptance_length)
+    assert lengths[0] != lengths[1] == pytest.approx(lengths[0], rel=0.01)
+
+
 def test_gate_prefers_on_policy_rollouts(
     tmp_path: Path, trained: tuple[Policy, Eagle3Head, Eagle3Head]
 ) -> None:
