@@ -15,6 +15,7 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import count, islice
@@ -41,12 +42,14 @@ from draft_trainer.drafters.initial import choose_draft_vocabulary, init_draft
 from draft_trainer.drafters.ops import cpu_precision
 from draft_trainer.kernels.library import use_kernels
 from examples.arithmetic_grpo import task as arithmetic
-from examples.arithmetic_grpo.sampling import sample, solutions
+from examples.arithmetic_grpo.sampling import solutions
 from examples.arithmetic_grpo.states import states_of
 from examples.figures import interval
+from examples.local_services import RolloutServer
 from examples.smollm_grpo import model as smollm
 from examples.smollm_grpo.task import Tasks, problems, prompt_ids
 from examples.sorting_grpo import task as sorting
+from policy_bridge.adapters.completions import CompletionsClient
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
@@ -78,8 +81,8 @@ PARTS = ("scratch", "online", "mtp")
 
 TTT_STEPS = DRAFT_LENGTH = 3
 ROLLOUTS_AT_ONCE = 512
-PROMPTS_AT_ONCE, COMPLETIONS = 1024, 4
-"""Prompts of SmolLM2 whose rollouts are sampled at once, and completions of each."""
+COMPLETIONS = 4
+"""Of each prompt of SmolLM2."""
 LEARNING_RATE = TrainingConfig().learning_rate
 
 Rollout = tuple[list[int], list[int]]
@@ -148,40 +151,51 @@ class Data:
         return self._held.acceptance_length(head, DRAFT_LENGTH)
 
 
-def rollouts(name: str, model: PreTrainedModel, seed: int) -> Iterator[list[Rollout]]:
-    """Endless prompts of a policy and their completions at temperature 1, some at a time."""
-    policy = POLICIES[name]
-    if policy.task is not None:
-        for number in count():
-            yield from solutions(model, ROLLOUTS_AT_ONCE, seed * 1_000_003 + number, policy.task)
-    tokenizer = AutoTokenizer.from_pretrained(policy.checkpoint())
-    drawn, generator = problems(f"learning-{seed}"), torch.Generator().manual_seed(seed)
-    while True:
-        prompts = [prompt_ids(tokenizer, one) for one in islice(drawn, PROMPTS_AT_ONCE)]
-        repeated = [prompt for prompt in prompts for _ in range(COMPLETIONS)]
-        found = sample(model, repeated, 1.0, Tasks.max_tokens, generator)
-        pairs = list(zip(found.prompts, found.completions, strict=True))
-        random.Random(seed).shuffle(pairs)
-        yield pairs
-
-
 def record(name: str, folder: Path) -> Data:
     """States on enough rollouts for the last mark, and on held-out ones; kept if there."""
     policy = POLICIES[name]
     data = folder / f"{name}-train.safetensors", folder / f"{name}-held.safetensors"
-    dtype = getattr(torch, cpu_precision()) if name == SMOLLM else torch.float32
-    model = AutoModelForCausalLM.from_pretrained(policy.checkpoint(), dtype=dtype).eval()
-    for seed, (out, tokens) in enumerate(zip(data, (int(policy.marks[-1] * 1.1), 0), strict=True)):
-        if out.exists():
-            continue
+    if not all(path.exists() for path in data):
         say(f"rollouts of the {name} policy")
-        found: list[Rollout] = []
-        for part in rollouts(name, model, seed):
-            found += part if tokens else part[:HELD_OUT]
-            if len(found) >= HELD_OUT and sum(len(a) + len(b) for a, b in found) >= tokens:
-                break
-        write_states(out, states_of(model, found))
+        with ExitStack() as owned:
+            dtype = torch.float32 if policy.task else getattr(torch, cpu_precision())
+            model = AutoModelForCausalLM.from_pretrained(policy.checkpoint(), dtype=dtype).eval()
+            if policy.task is None:
+                log = folder / "rollout-server.log"
+                given = (*smollm.SERVED, "--max-num-seqs", "64", "--draft-kind", "none")
+                server = RolloutServer(log, *given, policy=policy.checkpoint(), draft=None)
+                drawn = partial(_served, owned.enter_context(server))
+            else:
+                drawn = partial(_sampled, model, policy.task)
+            for seed, (out, tokens) in enumerate(
+                zip(data, (int(policy.marks[-1] * 1.1), 0), strict=True)
+            ):
+                found: list[Rollout] = []
+                for part in drawn(seed):
+                    found += part if tokens else part[:HELD_OUT]
+                    if len(found) >= HELD_OUT and sum(len(a) + len(b) for a, b in found) >= tokens:
+                        break
+                write_states(out, states_of(model, found))
     return Data(name, *data)
+
+
+def _sampled(model: PreTrainedModel, task: Any, seed: int) -> Iterator[list[Rollout]]:
+    """Endless prompts of a toy task and the policy's completions at temperature 1."""
+    for number in count():
+        yield from solutions(model, ROLLOUTS_AT_ONCE, seed * 1_000_003 + number, task)
+
+
+def _served(server: RolloutServer, seed: int) -> Iterator[list[Rollout]]:
+    """The same of SmolLM2, four completions of each prompt, by vLLM."""
+    tokenizer = AutoTokenizer.from_pretrained(smollm.policy())
+    drawn = problems(f"learning-{seed}")
+    sampling = {"temperature": 1.0, "max_tokens": Tasks.max_tokens}
+    with CompletionsClient([server.http], "policy") as client:
+        while True:
+            some = islice(drawn, ROLLOUTS_AT_ONCE // COMPLETIONS)
+            prompts = [prompt_ids(tokenizer, one) for one in some for _ in range(COMPLETIONS)]
+            answers = client.generate(prompts, sampling)
+            yield [(p, answer.token_ids) for p, answer in zip(prompts, answers, strict=True)]
 
 
 def ours(data: Data, seed: int, order: Sequence[int], arm: str) -> list[Mark]:

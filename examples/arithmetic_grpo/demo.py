@@ -332,6 +332,10 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--json", type=Path, help="also write the figures here, without the steps")
     parser.add_argument("--out", type=Path, help="run directory (default: runs/<date-time>)")
     options = parser.parse_args(argv)
+    if options.steps < 2:
+        parser.error(
+            f"--steps: {options.steps}, expected 2 or more: the first has no draft trained"
+        )
     named = "draft" if options.draft_kind == "eagle3" else options.draft_kind
     options.draft = options.draft or HERE / named
     for name in ("policy", "draft"):

@@ -293,6 +293,10 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--json", type=Path, help="also write all seeds' figures here")
     options = parser.parse_args(argv)
+    if options.steps < 2:
+        parser.error(
+            f"--steps: {options.steps}, expected 2 or more: the first has no draft trained"
+        )
     if not (options.draft / "config.json").exists():
         parser.error(f"--draft: {options.draft} holds no config.json")
     return options

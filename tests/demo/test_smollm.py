@@ -12,13 +12,16 @@ import random
 import statistics
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from examples.arithmetic_grpo import demo
 from examples.arithmetic_grpo.records import ARMS, FROZEN, ArmRecord, RunRecord, StepRecord
 from examples.smollm_grpo import model as smollm
+from examples.smollm_grpo import run as smollm_run
 from examples.smollm_grpo import summary, task
 from examples.smollm_grpo.masters import MasterAdamW
 from slipstream.errors import RefusedError
@@ -244,3 +247,11 @@ def test_prompts_of_run_differ_and_solutions_score() -> None:
         for worked in (False, True):
             assert one.score(task.solution(one, rng, worked)) == 1.0
         assert one.score("<answer>none</answer>") < 0.1 and one.score("no tag") == 0.0
+
+
+@pytest.mark.parametrize("example", [demo, smollm_run])
+def test_single_step_is_refused(example: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its adapted draft is still the first one: there is nothing to compare."""
+    with pytest.raises(SystemExit):
+        example._parse(["--steps", "1"])
+    assert "--steps: 1, expected 2 or more" in capsys.readouterr().err
