@@ -1,6 +1,6 @@
 """A policy that moves, its states version by version, and a draft that follows it afterwards.
 
-The trainer's own steps, gate and ``Learner.settle`` on states that are there already: what a
+The trainer's own steps, gate and ``Pace.settle`` on states that are there already: what a
 version brought is trained on to the end before the next one comes, so that the figures depend on
 no machine's speed.
 """
@@ -149,7 +149,7 @@ def considered(
     gate = result.gate
     if gate.passed:
         passed = learner.snapshot(served=served, share=shares[best])
-    learner.settle(served, shares[best], gate.difference, gate.difference_half_width, steps)
+    learner.pace.settle(gate.difference, gate.difference_half_width, steps, learner.config)
     return Candidate(passed if gate.passed else served, gate.difference, gate.difference_half_width)
 
 

@@ -91,8 +91,7 @@ class Learner:
     """Owns the head's float32 master weights and their optimizer. Not thread-safe, except that one
     thread may ``collate`` what comes next while another one is in ``step``.
 
-    Candidates lie on the line from the served weights to the learner's; the share of it that the
-    gate chooses decides how training goes on (``settle``).
+    Candidates lie on the line from the served weights to the learner's (``snapshot``).
 
     Two learners that start from the same weights and take the same steps have the same bits, on
     the same hardware with the same number of threads; on a GPU, whether torch uses deterministic
@@ -243,26 +242,6 @@ class Learner:
         for name, parameter in head.named_parameters():
             parameter.copy_(weights[name].to(dtype))
         return head
-
-    @torch.no_grad()
-    def settle(
-        self, served: Draft, share: float, gain: float, half_width: float, steps: int
-    ) -> None:
-        """Go on from the candidate that was gated, at a pace that suits its gain.
-
-        Args:
-            served: the draft that candidates were compared with.
-            share: of that candidate.
-            gain: its acceptance length over that of ``served``.
-            half_width: of the interval of ``gain``.
-            steps: since the candidate before it.
-        """
-        self._wait_for_copy()
-        if share < 1.0:
-            for name, weight in self._on_the_line(served, share).items():
-                self.head.get_parameter(name).copy_(weight)
-                self._optimizer.averaged[name].copy_(weight)
-        self.pace.settle(share, gain, half_width, steps, self.config)
 
     def restart_optimizer(self) -> None:
         """Fresh moments and a new pace: for another policy, whose gradients are other ones."""

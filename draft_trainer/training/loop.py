@@ -411,7 +411,7 @@ class TrainingLoop:
             self.registry.retain(self.config.draft)
         if result.HasField("gate"):
             gate = result.gate
-            learner.settle(served, shares[best], gate.difference, gate.difference_half_width, steps)
+            learner.pace.settle(gate.difference, gate.difference_half_width, steps, learner.config)
             self.economy.compared(gate, promoted, self.pointer.now.pinned)
         return version
 

@@ -1,10 +1,13 @@
 """The pace of training: many small steps far from the draft's best, careful ones near it.
 
 A head far from its best gains with every update, whatever its noise: the number of updates decides
-how much a token teaches. Near its best the same steps add noise alone, and a candidate is worse
-than the draft that it began as. Which of the two holds is measured: by the first step until a
-candidate is gated, then by the candidates. A difference that may be chance by the gate's intervals
-changes nothing: a rate halved by chance again and again would leave the draft behind its policy.
+how much a token teaches. Near its best most of what a candidate differs by from the
+served draft is the noise of its last steps, and an average of the two is better than the candidate
+itself. Which of the two holds is measured: by the first step until a candidate is gated, then by
+the candidates. A difference that may be chance by the gate's intervals changes nothing.
+
+Averages are served, not trained on: training goes on from its own weights at its own rate. Going on
+from an average at a lower rate looks better at once, and learns next to nothing from then on.
 """
 
 from __future__ import annotations
@@ -48,7 +51,7 @@ class Pace:
     @property
     def shares(self) -> tuple[float, ...]:
         """The candidates worth measuring, as shares of the way from served to new weights."""
-        return _SHARES if self.halvings > 0 else _SHARES[:1]
+        return _SHARES if self.halvings >= 0 else _SHARES[:1]
 
     @property
     def rate(self) -> float:
@@ -72,30 +75,30 @@ class Pace:
         if 1.0 + sum(accumulate(known, mul)) < NEW_LENGTH:
             self.halvings = FAR
 
-    def settle(
-        self, share: float, gain: float, half_width: float, steps: int, config: TrainingConfig
-    ) -> None:
+    def settle(self, gain: float, half_width: float, steps: int, config: TrainingConfig) -> None:
         """Take the gate's result on a candidate.
 
         Far from the best, one that is no better ends that pace only with as many steps as
         ``steps_per_candidate`` says behind it: a gate may be due by time after a few.
 
         Args:
-            share: the candidate's, of ``shares``; below 1, it is surely better than the whole way.
             gain: its acceptance length over that of the served draft.
             half_width: half the width of the interval of ``gain``.
             steps: since the candidate before it.
             config: [training].
         """
         far = self.halvings < 0
-        waits = far and gain <= half_width
-        self.steps_since_gain = self.steps_since_gain + steps if waits else 0
-        if share == 1.0 and gain > half_width:
+        if gain > half_width:
+            self.steps_since_gain = 0
             self.halvings = FAR if far else max(self.halvings - 1, 0)
             return
-        enough = waits and self.steps_since_gain >= self.steps_per_candidate(config)
-        if enough or share < 1.0 or gain < -half_width:
+        self.steps_since_gain += steps
+        if far and self.steps_since_gain >= self.steps_per_candidate(config):
+            self.halvings = 0
+        elif gain < -half_width:
             self.halvings = min(max(self.halvings, 0) + 1, SLOWEST)
+        if self.halvings >= 0:
+            self.steps_since_gain = 0
 
     def batch_tokens(self, config: TrainingConfig, arrived: int) -> int:
         """Return the tokens of a step.

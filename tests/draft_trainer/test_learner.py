@@ -129,35 +129,26 @@ def test_released_weights_are_the_exponential_average() -> None:
     assert not torch.equal(expected["fc.weight"], learner.head.state_dict()["fc.weight"])
 
 
-def test_settle_moves_weights_and_halves_the_rate() -> None:
-    """Below 1 the weights, and their average, are put there, and the rate is halved."""
+def test_candidates_lie_on_the_line_and_training_leaves_it() -> None:
+    """An average that passes is served; training goes on from its own weights at its own rate."""
     policy, served = Policy(0, 4.0), head(0)
     config = CONFIG.model_copy(update={"weight_averaging": 0.9, "warmup_steps": 0})
     learner = Learner(head(0), config)
-    assert learner.pace.shares == (1.0,)
     learner.restart_optimizer()
     learner.pace.begin((0.9, 0.9))
     samples, heads = policy.samples(20), policy.heads()
     assert learner.step(samples, heads).learning_rate == pytest.approx(1.5e-3)
     assert learner.pace.shares == (1.0, 0.5, 0.25)
+    before = learner.state_dict()
     far = learner.snapshot(torch.float32)
     near = learner.snapshot(torch.float32, served, 0.25)
     begin, end = served.fc.weight.detach(), far.get_parameter("fc.weight")
     assert torch.equal(near.get_parameter("fc.weight"), begin.lerp(end, 0.25))
-    before = learner.state_dict()
-    learner.settle(served, 1.0, gain=0.1, half_width=0.2, steps=9)
     assert all(torch.equal(before[name], value) for name, value in learner.state_dict().items())
-    learner.settle(served, 0.25, gain=0.1, half_width=0.05, steps=9)
-    state = learner.state_dict()
-    for kind in ("head", "average"):
-        assert torch.equal(state[f"{kind}.fc.weight"], near.get_parameter("fc.weight"))
-    assert learner.step(samples, heads).learning_rate == pytest.approx(0.75e-3)
-    for gain, halvings in ((0.1, 1), (0.1, 0), (0.1, 0), (-0.1, 1)):
-        learner.settle(served, 1.0, gain, half_width=0.05, steps=9)
+    for gain, halvings, rate in ((0.1, 0, 3e-3), (-0.1, 1, 1.5e-3), (-0.1, 2, 0.75e-3)):
+        learner.pace.settle(gain, 0.05, 9, config)
         assert learner.pace.halvings == halvings
-    for _ in range(9):
-        learner.settle(served, 0.5, gain=0.1, half_width=0.05, steps=9)
-    assert learner.pace.halvings == 4
+        assert learner.step(samples, heads).learning_rate == pytest.approx(rate)
     again = Learner(head(1), config)
     again.load_state_dict(learner.state_dict())
-    assert again.pace.halvings == 4
+    assert again.pace == learner.pace

@@ -30,12 +30,13 @@ def test_pace_follows_measured_acceptance() -> None:
     assert pace.steps_per_candidate(NONE_SET) * pace.batch_tokens(NONE_SET, ARRIVES) == 50 * 256
     given = TrainingConfig(batch_tokens=512)
     assert (pace.batch_tokens(given, ARRIVES), pace.steps_per_candidate(given)) == (512, 50)
-    pace.settle(1.0, 0.02, 0.01, 200, NONE_SET)
+    pace.settle(0.02, 0.01, 200, NONE_SET)
     assert pace.halvings == FAR
-    for share, gain in ((1.0, 0.005), (1.0, -0.02), (0.5, 1.0)):
-        pace.halvings = FAR
-        pace.settle(share, gain, 0.01, 200, NONE_SET)
-        assert (pace.halvings, pace.rate, pace.batch_tokens(NONE_SET, ARRIVES)) == (1, 0.5, 256)
+    for gain, steps in ((0.005, 200), (-0.02, 200)):
+        pace.halvings, pace.steps_since_gain = FAR, 0
+        pace.settle(gain, 0.01, steps, NONE_SET)
+        assert (pace.halvings, pace.rate, pace.batch_tokens(NONE_SET, ARRIVES)) == (0, 1.0, 256)
+        assert pace.shares == (1.0, 0.5, 0.25)
     for rates in ((0.4, 0.5), (0.9, 0.8), (0.9, math.nan)):
         pace.restart()
         pace.begin(rates)
@@ -46,25 +47,25 @@ def test_pace_far_from_best_outlasts_gates_after_few_steps() -> None:
     # By time, a gate is due after 40 steps here; a candidate has 200.
     pace = Pace(halvings=FAR)
     for gain in (0.005, -0.005, 0.02, 0.005, -0.005, 0.005, 0.005):
-        pace.settle(1.0, gain, 0.01, 40, NONE_SET)
+        pace.settle(gain, 0.01, 40, NONE_SET)
         assert pace.halvings == FAR
-    pace.settle(1.0, 0.005, 0.01, 40, NONE_SET)
-    assert pace.halvings == 1
+    pace.settle(0.005, 0.01, 40, NONE_SET)
+    assert pace.halvings == 0
     pace.halvings = FAR
-    pace.settle(1.0, -0.02, 0.01, 1, NONE_SET)
+    pace.settle(-0.02, 0.01, 1, NONE_SET)
     assert pace.halvings == 1
 
 
 def test_pace_changes_only_by_significant_gains() -> None:
     pace = Pace(halvings=2)
     for gain in (0.04, -0.04, 0.05, -0.05):
-        pace.settle(1.0, gain, 0.05, 50, NONE_SET)
+        pace.settle(gain, 0.05, 50, NONE_SET)
         assert pace.halvings == 2
     for expected in (1, 0, 0):
-        pace.settle(1.0, 0.06, 0.05, 50, NONE_SET)
+        pace.settle(0.06, 0.05, 50, NONE_SET)
         assert pace.halvings == expected
-    for share, gain in ((0.5, 0.06), (1.0, -0.06), (0.25, 0.01), (0.25, -0.06), (0.25, 0.06)):
-        pace.settle(share, gain, 0.05, 50, NONE_SET)
+    for _ in range(5):
+        pace.settle(-0.06, 0.05, 50, NONE_SET)
     assert pace.halvings == SLOWEST
 
 

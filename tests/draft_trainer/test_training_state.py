@@ -126,17 +126,17 @@ def test_state_folder_removes_leftovers_of_kills(tmp_path: Path) -> None:
     assert _names(tmp_path) == ["notes.txt"]
 
 
-def test_settled_weights_are_saved_at_the_end(tmp_path: Path) -> None:
-    """Weights settle after a candidate that was better nearer to the served draft."""
-    policy, served = Policy(), head(0)
+def test_pace_that_a_gate_changed_is_saved_at_the_end(tmp_path: Path) -> None:
+    policy = Policy()
     learner = Learner(head(0), TrainingConfig(warmup_steps=0, ttt_steps=2))
     states, position = LearnerStates(tmp_path, FACTS, 1), Position(0, "run", 1)
     learner.step(policy.samples(4), policy.heads())
     states.save(learner, position)
-    learner.settle(served, 0.5, gain=0.1, half_width=0.0, steps=1)
+    learner.pace.settle(-0.1, 0.0, 1, learner.config)
     states.moved()
     states.save_last(learner, position)
     resumed = Learner(head(5), TrainingConfig(warmup_steps=0, ttt_steps=2))
     LearnerStates(tmp_path, FACTS, 1).resume(resumed, newest_release=0)
+    assert resumed.pace == learner.pace and resumed.pace.halvings == 1
     before, after = learner.state_dict(), resumed.state_dict()
     assert all(torch.equal(before[name], after[name]) for name in before)

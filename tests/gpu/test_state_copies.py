@@ -111,14 +111,12 @@ def test_state_without_page_locked_memory_is_left_out(
     assert saved == [2]
 
 
-@pytest.mark.parametrize("change", ["settle", "restart_optimizer", "load"])
+@pytest.mark.parametrize("change", ["restart_optimizer", "load"])
 def test_every_weight_change_waits_for_state_copies(change: str, log: list[str]) -> None:
     learner = Learner(head(0), CONFIG)
     before = learner.state_dict()
     learner.change_after(torch.cuda.Event())
     match change:
-        case "settle":
-            learner.settle(head(1), 0.5, gain=0.1, half_width=0.0, steps=1)
         case "load":
             learner.load_state_dict(before)
         case _:
