@@ -42,6 +42,7 @@ from draft_trainer.drafters.initial import choose_draft_vocabulary, init_draft
 from draft_trainer.drafters.ops import cpu_precision
 from draft_trainer.kernels.library import use_kernels
 from examples.arithmetic_grpo import task as arithmetic
+from examples.arithmetic_grpo.rollouts import RolloutClient
 from examples.arithmetic_grpo.sampling import solutions
 from examples.arithmetic_grpo.states import states_of
 from examples.figures import interval
@@ -49,7 +50,6 @@ from examples.local_services import RolloutServer
 from examples.smollm_grpo import model as smollm
 from examples.smollm_grpo.task import Tasks, problems, prompt_ids
 from examples.sorting_grpo import task as sorting
-from policy_bridge.adapters.completions import CompletionsClient
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
@@ -82,7 +82,7 @@ PARTS = ("scratch", "online", "mtp")
 TTT_STEPS = DRAFT_LENGTH = 3
 ROLLOUTS_AT_ONCE = 512
 COMPLETIONS = 4
-"""Of each prompt of SmolLM2."""
+"""The number of rollouts of each prompt of SmolLM2."""
 LEARNING_RATE = TrainingConfig().learning_rate
 
 Rollout = tuple[list[int], list[int]]
@@ -164,7 +164,9 @@ def record(name: str, folder: Path) -> Data:
                 log = folder / "rollout-server.log"
                 given = (*smollm.SERVED, "--max-num-seqs", "64", "--draft-kind", "none")
                 server = RolloutServer(log, *given, policy=policy.checkpoint(), draft=None)
-                drawn = partial(_served, owned.enter_context(server))
+                client = RolloutClient(owned.enter_context(server), server.control)
+                owned.callback(client.close)
+                drawn = partial(_served, client)
             else:
                 drawn = partial(_sampled, model, policy.task)
             for seed, (out, tokens) in enumerate(
@@ -185,17 +187,16 @@ def _sampled(model: PreTrainedModel, task: Any, seed: int) -> Iterator[list[Roll
         yield from solutions(model, ROLLOUTS_AT_ONCE, seed * 1_000_003 + number, task)
 
 
-def _served(server: RolloutServer, seed: int) -> Iterator[list[Rollout]]:
+def _served(client: RolloutClient, seed: int) -> Iterator[list[Rollout]]:
     """The same of SmolLM2, four completions of each prompt, by vLLM."""
     tokenizer = AutoTokenizer.from_pretrained(smollm.policy())
     drawn = problems(f"learning-{seed}")
-    sampling = {"temperature": 1.0, "max_tokens": Tasks.max_tokens}
-    with CompletionsClient([server.http], "policy") as client:
-        while True:
-            some = islice(drawn, ROLLOUTS_AT_ONCE // COMPLETIONS)
-            prompts = [prompt_ids(tokenizer, one) for one in some for _ in range(COMPLETIONS)]
-            answers = client.generate(prompts, sampling)
-            yield [(p, answer.token_ids) for p, answer in zip(prompts, answers, strict=True)]
+    while True:
+        some = islice(drawn, ROLLOUTS_AT_ONCE // COMPLETIONS)
+        prompts = [prompt_ids(tokenizer, one) for one in some]
+        answer, _ = client.generate(prompts, COMPLETIONS, max_tokens=Tasks.max_tokens)
+        repeated = (prompt for prompt in prompts for _ in range(COMPLETIONS))
+        yield list(zip(repeated, answer.completions, strict=True))
 
 
 def ours(data: Data, seed: int, order: Sequence[int], arm: str) -> list[Mark]:

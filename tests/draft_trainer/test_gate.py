@@ -198,7 +198,7 @@ def test_gate_after_promotion_compares_with_new_release(
 def test_gate_computes_drafts_in_the_type_of_training(
     tmp_path: Path, trained: tuple[Policy, Eagle3Head, Eagle3Head]
 ) -> None:
-    """In bfloat16 where training is: as vLLM serves drafts, and faster on processors with AMX."""
+    """A gate multiplies in bfloat16 where training does, as vLLM does, faster on CPUs with AMX."""
     policy, incumbent, candidate = trained
     made, run = gate_of(tmp_path, policy, incumbent, completions(policy, 20, seed=1))
     lengths = []
