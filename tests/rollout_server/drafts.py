@@ -93,6 +93,7 @@ class Policy:
 
     def __init__(self, family: str, folder: Path) -> None:
         model = make(family, torch.bfloat16)
+        self.latent = hasattr(model.config, "kv_lora_rank")
         for seed in range(2):
             with torch.no_grad():
                 for tensor in model.state_dict().values():
@@ -114,6 +115,8 @@ class Policy:
             max_model_len=32,
             enforce_eager=True,
             skip_tokenizer_init=True,
+            # On a processor with AMX vLLM takes a backend for latents that no tiny model's fit.
+            attention_backend="CPU_MLA" if self.latent else None,
         ).create_engine_config()
         return config, load_model(config, config.model_config, self.sources[checkpoint])
 
