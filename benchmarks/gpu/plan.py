@@ -92,7 +92,11 @@ def run(name: str, more: Sequence[str]) -> int:
 
 
 def wheels() -> None:
-    """Download and pack what the steps carry. Raises subprocess.CalledProcessError: pip failed."""
+    """Download and pack what the steps carry.
+
+    Raises FileNotFoundError: the package's wheel was not made. Raises
+    subprocess.CalledProcessError: pip failed.
+    """
     own = max(Path("dist").glob("*.whl"), key=lambda path: path.stat().st_mtime, default=None)
     if own is None:
         raise FileNotFoundError("found no dist/*.whl. Next step: make package")

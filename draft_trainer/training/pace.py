@@ -1,10 +1,10 @@
 """The pace of training: many small steps far from the draft's best, careful ones near it.
 
 A head far from its best gains with every update, whatever its noise: the number of updates decides
-how much a token teaches. Near its best most of what a candidate differs by from the
-served draft is the noise of its last steps, and an average of the two is better than the candidate
-itself. Which of the two holds is measured: by the first step until a candidate is gated, then by
-the candidates. A difference that may be chance by the gate's intervals changes nothing.
+how much a token teaches. Near its best, most of what a candidate differs by from the served draft
+is the noise of its last steps, and an average of the two is better than the candidate itself. Which
+of the two holds is measured: by the first step until a candidate is gated, then by the candidates.
+A difference that may be chance by the gate's intervals changes nothing.
 
 Averages are served, not trained on: training goes on from its own weights at its own rate. Going on
 from an average at a lower rate looks better at once, and learns next to nothing from then on.
