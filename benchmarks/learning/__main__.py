@@ -135,8 +135,8 @@ class Data:
         states = read_states(self.train)
         self.samples = states.samples
         counts = torch.zeros(len(states.head.embed_tokens), dtype=torch.int64)
-        for one in self.samples:
-            tokens = one.token_ids[one.loss_mask]
+        for sample in self.samples:
+            tokens = sample.token_ids[sample.loss_mask]
             counts += torch.bincount(tokens, minlength=len(counts))
         self.ids = choose_draft_vocabulary(counts, size)
         self.heads = states.heads(self.ids)
@@ -172,27 +172,29 @@ def record(name: str, folder: Path) -> Data:
             for seed, (out, tokens) in enumerate(
                 zip(data, (int(policy.marks[-1] * 1.1), 0), strict=True)
             ):
+                if out.exists():
+                    continue
                 found: list[Rollout] = []
-                for part in drawn(seed):
-                    found += part if tokens else part[:HELD_OUT]
-                    if len(found) >= HELD_OUT and sum(len(a) + len(b) for a, b in found) >= tokens:
+                for part in drawn(seed, ROLLOUTS_AT_ONCE if tokens else HELD_OUT):
+                    found += part
+                    if sum(len(one) + len(other) for one, other in found) >= tokens:
                         break
                 write_states(out, states_of(model, found))
     return Data(name, *data)
 
 
-def _sampled(model: PreTrainedModel, task: Any, seed: int) -> Iterator[list[Rollout]]:
+def _sampled(model: PreTrainedModel, task: Any, seed: int, size: int) -> Iterator[list[Rollout]]:
     """Endless prompts of a toy task and the policy's completions at temperature 1."""
     for number in count():
-        yield from solutions(model, ROLLOUTS_AT_ONCE, seed * 1_000_003 + number, task)
+        yield from solutions(model, size, seed * 1_000_003 + number, task)
 
 
-def _served(client: RolloutClient, seed: int) -> Iterator[list[Rollout]]:
+def _served(client: RolloutClient, seed: int, size: int) -> Iterator[list[Rollout]]:
     """The same of SmolLM2, four completions of each prompt, by vLLM."""
     tokenizer = AutoTokenizer.from_pretrained(smollm.policy())
     drawn = problems(f"learning-{seed}")
     while True:
-        some = islice(drawn, ROLLOUTS_AT_ONCE // COMPLETIONS)
+        some = islice(drawn, size // COMPLETIONS)
         prompts = [prompt_ids(tokenizer, one) for one in some]
         answer, _ = client.generate(prompts, COMPLETIONS, max_tokens=Tasks.max_tokens)
         repeated = (prompt for prompt in prompts for _ in range(COMPLETIONS))

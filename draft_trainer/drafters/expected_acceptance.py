@@ -101,7 +101,6 @@ def expected_acceptance(
     k: int,
     method: Method,
     max_batch_tokens: int = 8192,
-    compute_dtype: torch.dtype | None = None,
 ) -> AcceptanceEstimate:
     """Predict the acceptance of ``head`` at draft length ``k`` on the samples' policy.
 
@@ -112,15 +111,13 @@ def expected_acceptance(
         k: served draft length, at least 1.
         method: how vLLM drafts.
         max_batch_tokens: tokens of one forward pass, padding included.
-        compute_dtype: as ``acceptance_on``.
 
     Raises:
         RefusedError: no sample has an anchor (there is no acceptance length, not even 1.0), a
             policy version is not held, or the head has no draft vocabulary.
     """
     device = head.device
-    collated = batches(samples, policy_heads, max_batch_tokens, device)
-    return acceptance_on(collated, head, k, method, compute_dtype)
+    return acceptance_on(batches(samples, policy_heads, max_batch_tokens, device), head, k, method)
 
 
 def acceptance_on(

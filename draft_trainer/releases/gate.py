@@ -43,7 +43,7 @@ from draft_trainer.config import (
 )
 from draft_trainer.counters import Counters
 from draft_trainer.drafters import Draft
-from draft_trainer.drafters.batch import Batch, batches
+from draft_trainer.drafters.batch import batches
 from draft_trainer.drafters.expected_acceptance import AcceptanceEstimate, Method, acceptance_on
 from draft_trainer.drafters.policy import PolicyHeads
 from draft_trainer.ingest.run import Run
@@ -173,7 +173,15 @@ def compare(
     """
     # Once for all heads: on a GPU that takes longer than a head's passes.
     collated = [*batches(samples, policy_heads, pass_tokens, incumbent.device)]
-    estimated = partial(_estimate, collated, k=k, method=method, compute_dtype=compute_dtype)
+
+    def estimated(head: Draft) -> AcceptanceEstimate | None:
+        try:
+            return acceptance_on(collated, head, k, method, compute_dtype)
+        except RefusedError as error:
+            if error.reason != release_pb2.REFUSAL_REASON_NO_ANCHOR:
+                raise
+            return None  # no sample has an anchor with finite probabilities
+
     theirs = estimated(incumbent)
     if theirs is None:
         return unmeasured("no held-out sample has an anchor"), 0
@@ -303,22 +311,6 @@ def _clusters(samples: Sequence[Sample], by_completion: bool) -> Sequence[str]:
     """Return the cluster of each sample in an interval over them."""
     groups, completions = [s.group for s in samples], [s.completion for s in samples]
     return clusters_of(groups, completions, by_completion)
-
-
-def _estimate(
-    collated: Iterable[Batch],
-    head: Draft,
-    k: int,
-    method: Method,
-    compute_dtype: torch.dtype | None,
-) -> AcceptanceEstimate | None:
-    """None where no sample has an anchor with finite probabilities."""
-    try:
-        return acceptance_on(collated, head, k, method, compute_dtype)
-    except RefusedError as error:
-        if error.reason != release_pb2.REFUSAL_REASON_NO_ANCHOR:
-            raise
-        return None
 
 
 @dataclass(eq=False)

@@ -238,9 +238,13 @@ class Learner:
             share: how far from there to the averaged head.
         """
         head = copy.deepcopy(self.head).requires_grad_(False)
-        weights = self._on_the_line(served, share)
+        averaged = self._optimizer.averaged
+        begin = None if served is None else dict(served.named_parameters())
         for name, parameter in head.named_parameters():
-            parameter.copy_(weights[name].to(dtype))
+            weight = averaged[name]
+            if begin is not None and share < 1.0:
+                weight = begin[name].to(weight.device, weight.dtype).lerp(weight, share)
+            parameter.copy_(weight.to(dtype))
         return head
 
     def restart_optimizer(self) -> None:
@@ -366,14 +370,6 @@ class Learner:
         if outcome.loss.requires_grad:
             outcome.loss.backward()
         return torch.cat([outcome.loss.detach().double()[None], outcome.sums.flatten()])
-
-    def _on_the_line(self, served: Draft | None, share: float) -> dict[str, Tensor]:
-        """The averaged weights, or the share of the way to them, float32; copies if below 1."""
-        averaged = self._optimizer.averaged
-        if served is None or share == 1.0:
-            return averaged
-        begin = dict(served.named_parameters())
-        return {n: begin[n].to(w.device, w.dtype).lerp(w, share) for n, w in averaged.items()}
 
 
 def _no_memory(found: str) -> RefusedError:

@@ -398,7 +398,7 @@ class LearnerStates:
         self._saved_at, self._saved_time = learner.steps, time.monotonic()
 
     def moved(self) -> None:
-        """Note that the weights changed without a step: the last state is not theirs any more."""
+        """Note that a gate changed the learner's pace without a step: the last state is older."""
         self._saved_at -= 1
 
     def save_last(self, learner: Learner, position: Position) -> None:
