@@ -17,6 +17,18 @@ if TYPE_CHECKING:
     from draft_trainer.drafters import Draft
 
 
+_KINDS_OF = {
+    "aux_layers": ("eagle3", "dflash", "dspark"),
+    "intermediate_size": ("eagle3", "dflash", "dspark"),
+    "rollouts": ("eagle3",),
+    "norms": ("eagle3",),
+    "mask_token": ("dflash", "dspark"),
+    "layers": ("dflash", "dspark"),
+    "markov_rank": ("dspark",),
+}
+"""The mechanisms that an option is for."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Init:
     """Make a draft for a policy, or extract the policy's own MTP head.
@@ -62,6 +74,11 @@ class Init:
         from draft_trainer.drafters.rope import Rope
         from draft_trainer.files import check_free, folder_written_whole
 
+        for name, kinds in _KINDS_OF.items():
+            if getattr(self, name) not in (None, ()) and self.draft_kind not in kinds:
+                field = f"--{name.replace('_', '-')}"
+                expected = f"nothing with --draft-kind {self.draft_kind}"
+                raise RefusedError(field, getattr(self, name), expected, "leave it out")
         at_least("--intermediate-size", self.intermediate_size, 1)
         layers = None if self.aux_layers is None else layers_of(self.aux_layers)
         check_free(self.out, "--out")

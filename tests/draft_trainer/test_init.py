@@ -407,6 +407,9 @@ def test_init_refusals_leave_no_files(
         ({"--aux-layers": "2,x"}, "--aux-layers: found '2,x'"),
         ({"--aux-layers": "2,99"}, "--aux-layers: found [2, 99]"),
         ({"--draft-kind": "dflash"}, "--mask-token: found nothing"),
+        ({"--draft-kind": "dspark", "--norms": "qk_norm"}, "--norms: found ('qk_norm',)"),
+        ({"--markov-rank": "8"}, "found 8, expected nothing with --draft-kind eagle3"),
+        ({"--draft-kind": "mtp", "--aux-layers": "2,5"}, "--aux-layers: found 2,5"),
     ):
         code, printed, line = init(capsys, *(x for pair in (given | changes).items() for x in pair))
         assert code == 2 and not printed
