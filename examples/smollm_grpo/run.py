@@ -43,7 +43,7 @@ from examples.arithmetic_grpo.records import (
 )
 from examples.arithmetic_grpo.report import write_report
 from examples.arithmetic_grpo.rollouts import RolloutClient
-from examples.figures import finish
+from examples.figures import finish, write
 from examples.local_services import (
     DRAFT_LENGTH,
     READY_TIMEOUT,
@@ -80,7 +80,8 @@ def main(argv: list[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     documents: dict[int, dict[str, Any]] = {}
     try:
-        for seed in options.seeds:
+        documents = _measured(options.json, options.steps)
+        for seed in (seed for seed in options.seeds if seed not in documents):
             directory = options.out / f"seed-{seed}"
             directory.mkdir(parents=True, exist_ok=True)
             summary = directory / "summary.json"
@@ -91,6 +92,8 @@ def main(argv: list[str] | None = None) -> int:
                 write_summary(run, summary)
             print(f"{summary}\n{directory / 'report.html'}")
             documents[seed] = json.loads(summary.read_text())
+            documents[seed]["figures"] |= {"cpu": documents[seed]["machine"]["cpu"]}
+            write(options.json, _figures(documents, options.steps), targets_over(documents))
     except RefusedError as error:
         print(f"smollm: {error}", file=sys.stderr)
         return 2
@@ -100,9 +103,37 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(f"\ninterrupted; the same command goes on. Logs: {directory}", file=sys.stderr)
         return 130
-    targets = targets_over(documents)
-    figures = {f"seed {seed}": document["figures"] for seed, document in documents.items()}
-    return finish(options.json, figures, targets)
+    return finish(options.json, _figures(documents, options.steps), targets_over(documents))
+
+
+def _figures(documents: dict[int, dict[str, Any]], steps: int) -> dict[str, Any]:
+    seeds = {str(seed): document["figures"] for seed, document in documents.items()}
+    return {"steps": steps, "seeds": seeds}
+
+
+def _measured(path: Path | None, steps: int) -> dict[int, dict[str, Any]]:
+    """Figures and targets of the seeds that an earlier ``--json`` has: a seed takes long.
+
+    Raises RefusedError: they are of runs of another length.
+    """
+    if path is None or not path.exists():
+        return {}
+    found = json.loads(path.read_text())
+    if found["steps"] != steps:
+        raise RefusedError(
+            str(path), f"runs of {found['steps']} steps", f"of {steps}", "give another --json"
+        )
+    return {
+        int(seed): {
+            "figures": figures,
+            "targets": [
+                {**target, "name": target["name"].removesuffix(f", seed {seed}")}
+                for target in found["targets"]
+                if target["name"].endswith(f", seed {seed}")
+            ],
+        }
+        for seed, figures in found["seeds"].items()
+    }
 
 
 class _Run:
@@ -291,7 +322,11 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--out", type=Path, default=Path("runs/real"), help="folder; an unfinished run goes on"
     )
-    parser.add_argument("--json", type=Path, help="also write all seeds' figures here")
+    parser.add_argument(
+        "--json",
+        type=Path,
+        help="also write all seeds' figures here; a seed that the file has is not run again",
+    )
     options = parser.parse_args(argv)
     if options.steps < 2:
         parser.error(

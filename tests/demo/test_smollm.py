@@ -226,6 +226,24 @@ def test_targets_of_seeds_have_intervals_over_seeds(run: RunRecord, tmp_path: Pa
     assert "greedy, frozen: 1 of 4 differ, logit gap, seed 2" in found
 
 
+def test_seed_of_earlier_json_is_not_run_again(run: RunRecord, tmp_path: Path) -> None:
+    figures, written = tmp_path / "figures.json", []
+    for seeds in (["0"], ["0", "1"]):  # of the second pair, only seed 1 has a summary
+        out = tmp_path / seeds[-1]
+        (out / f"seed-{seeds[-1]}").mkdir(parents=True)
+        summary.write_summary(run, out / f"seed-{seeds[-1]}" / "summary.json")
+        given = ["--steps", "6", "--out", str(out), "--json", str(figures), "--seeds", *seeds]
+        # The gate of this run is wrong by 5 %, which several seeds decide.
+        assert smollm_run.main(given) == len(seeds) - 1
+        written.append(json.loads(figures.read_text()))
+    first, both = written
+    assert both["seeds"]["0"] == both["seeds"]["1"] == first["seeds"]["0"]
+    names = [target["name"] for target in both["targets"]]
+    assert len(set(names)) == len(names)
+    assert {t["name"] for t in first["targets"]} < set(names) and "failed requests, seed 1" in names
+    assert smollm_run.main(["--steps", "7", "--json", str(figures)]) == 2
+
+
 def test_ratio_has_interval_over_steps(run: RunRecord) -> None:
     ratio, low, high = summary.acceptance(run)["end"]["ratio"]
     assert ratio == low == high == pytest.approx(2.2 / 1.9)
