@@ -111,6 +111,7 @@ PARTS: dict[int, dict[str, Section]] = {
             60.0,
             (Bound("share of the products' ceiling", "at least", 0.35),),
         ),
+        "profile": Section(_of("sections.profile"), 30.0),
         "compile": Section(
             _of("operations.compiled"), 40.0, (Bound("error of a compiled score", "at most", 1e-3),)
         ),

@@ -66,7 +66,7 @@ class Step(NamedTuple):
 
 STEPS = {
     "smoke": Step(150, ("trainer",), 1, "smoke,parity,waits"),
-    "training": Step(220, (), 1, "gate,training,compile"),
+    "training": Step(220, (), 1, "gate,training,profile,compile"),
     "memory": Step(120, (), 2, "states,memory"),
     "sharing": Step(300, (), 2, "capture,run_ahead,shared"),
     "vllm-0": Step(40, ("vllm/0",)),

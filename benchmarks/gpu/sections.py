@@ -16,6 +16,7 @@ from contextlib import suppress
 from dataclasses import replace
 
 import torch
+from torch.profiler import ProfilerActivity
 
 from benchmarks.draft_training.case import Case
 from benchmarks.gpu.bench import Bench, Figures, K, NotMeasuredError, draft_of, rollouts
@@ -149,6 +150,29 @@ def training(bench: Bench) -> Figures:
         "share of the products' ceiling": training_flops(case)
         / seconds
         / bench.ceilings["product_flops"],
+    }
+
+
+def profile(bench: Bench) -> Figures:
+    """The operations that take most of a step's time: calls, and milliseconds on the device."""
+    samples, heads = rollouts(bench.case)
+    learner = Learner(draft_of(bench.case, bench.device), _config(bench))
+    learner.step(samples, heads)
+    activities = [ProfilerActivity.CUDA if bench.cuda else ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities) as profiler:
+        begin = time.perf_counter()
+        learner.step(samples, heads)
+        bench.wait()
+        seconds = time.perf_counter() - begin
+    which = f"self_{'device' if bench.cuda else 'cpu'}_time_total"
+    spent = {
+        event.key: (event.count, getattr(event, which) / 1e3) for event in profiler.key_averages()
+    }
+    longest = sorted(spent, key=lambda key: spent[key][1], reverse=True)
+    return {
+        "ms": 1e3 * seconds,
+        "ms_on_the_device": sum(ms for _, ms in spent.values()),
+        "operations": {key: spent[key] for key in longest[:40]},
     }
 
 

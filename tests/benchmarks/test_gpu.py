@@ -32,6 +32,8 @@ def test_gpu_benchmark_runs_every_section_on_cpu(part: int, tmp_path: Path) -> N
         smoke = sections["smoke"]["figures"]
         assert smoke["hashes that differ"] == smoke["swaps that a graph does not see"] == 0
         assert smoke["relative error of attention"] < 1e-5
+        profile = sections["profile"]["figures"]
+        assert len(profile["operations"]) == 40 and profile["ms_on_the_device"] > 0.0
         parity = sections["parity"]["figures"]
         assert parity["relative error of the loss"] < 1e-5
         assert parity["cosine of the gradients"] > 0.99999
