@@ -157,6 +157,8 @@ class _Run:
     def run(self) -> RunRecord:
         """Start the services, train, measure; return what happened."""
         options, directory = self._options, self._directory
+        # One core is the draft trainer's: threads that share theirs have all others wait for them.
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) - 1))
         policy = options.policy or smollm.policy()
         torch.manual_seed(self._seed)
         # States before they are needed: a file that does not fit is named before services start.
