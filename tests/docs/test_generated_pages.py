@@ -57,10 +57,15 @@ def test_economics_quotes_committed_speeds() -> None:
 def test_readme_quotes_committed_results() -> None:
     text = " ".join(make_results.README.read_text(encoding="utf-8").split())
     first = text.partition("## ")[0]
-    speeds = json.loads(make_results.DEMO.read_text())["figures"]["speed_over_no_speculation"]
-    for arm, words in (("adapted", " times as fast as without"), ("frozen", " times.")):
-        medians = [speed[arm]["median"] for speed in speeds.values()]
-        assert f"{min(medians):.2f} to {max(medians):.2f}{words}" in first
+    cells = json.loads(make_results.SPEED.read_text())["cells"]
+    speeds = [cell["tokens_per_second"] for cell in cells]
+    one, four, many = (Target.of_ratios("", ratios(s["auto"], s["none"])).value for s in speeds)
+    assert f"one rollout is generated {one:.2f} times as fast as without drafts, " in first
+    assert f"four at once {four:.2f} times, and 16 at once {many:.2f} times" in first
+    targets = json.loads(make_results.REAL.read_text())["targets"]
+    ratio = next(t for t in targets if t["name"].startswith("adapted acceptance length over"))
+    quoted = f"{ratio['value']:.2f} ({ratio['low']:.2f} to {ratio['high']:.2f}) times the frozen"
+    assert quoted in first
 
 
 def test_metrics_notes_name_existing_metrics() -> None:
