@@ -1,9 +1,14 @@
 """Chooses the draft length for each number of requests, from measured costs and live acceptance.
 
 With k drafted tokens a step of b requests takes t(k, b) seconds and gives AL(k) tokens a request
-(``slipstream.economics.arithmetic``). The lengths that are best now go to vLLM's scheduler, which
-looks one up each step. Where drafting pays at no number of requests it is off altogether: vLLM's
-own k = 0 still runs the draft once a step, to keep its KV cache filled for drafts to come.
+(``slipstream.economics.arithmetic``). With short completions two more things decide, and are
+counted. Requests get only a share of AL(k) - 1: nothing beyond the end of a completion, and one
+token in the step that reads the prompt. And that step takes longer, by more seconds with drafts
+than without.
+
+The lengths that are best now go to vLLM's scheduler, which looks one up each step. Where drafting
+pays at no number of requests it is off altogether: vLLM's own k = 0 still runs the draft once a
+step, to keep its KV cache filled for drafts to come.
 """
 
 from __future__ import annotations
@@ -17,7 +22,7 @@ from itertools import product
 from typing import TYPE_CHECKING
 
 from rollout_server.control.acceptance_counts import FIRST_DRAFTS, MIN_DRAFTS, AcceptanceTracker
-from rollout_server.control.step_costs import PLAIN, SPECULATIVE, StepSum, StepSums
+from rollout_server.control.step_costs import MIXED, PLAIN, SPECULATIVE, StepSum, StepSums
 from slipstream.economics.arithmetic import acceptance_length
 from slipstream.economics.costs import OFF, StepTable
 
@@ -26,6 +31,13 @@ if TYPE_CHECKING:
 
 KEPT_STEPS = 200.0
 """The steps over which an older cost fades to 1/e."""
+
+KEPT_REQUESTS, LEAST_REQUESTS = 4000.0, 500.0
+"""The requests, counted in each step, over which what they get and what prompts take fades to 1/e,
+and the fewest for the share of accepted tokens that they get to be known."""
+
+LEAST_PROMPTS = 16.0
+"""The fewest prompts for the time that one takes to be known."""
 
 MARGIN = 0.02
 """The gain in speed below which lengths stay as they are."""
@@ -109,6 +121,27 @@ class LengthChooser:
         self._costs: dict[tuple[int, int], tuple[float, float]] = {}  # steps, mean seconds
         self._work: dict[int, float] = {}  # recent tokens of a request, by requests in the step
         self._seen: StepSums = {}
+        # Requests with drafts; tokens accepted for them, and those they got.
+        self._given: tuple[float, ...] = (0.0, 0.0, 0.0)
+        # With drafts and without: prompts, and seconds that their steps took longer than others.
+        self._prompts: dict[bool, tuple[float, ...]] = dict.fromkeys((True, False), (0.0, 0.0))
+        self._load: tuple[float, ...] = (0.0, 0.0)  # prompts, tokens
+
+    @property
+    def kept(self) -> float:
+        """The share of accepted tokens that requests get."""
+        drafted, accepted, got = self._given
+        known = drafted >= LEAST_REQUESTS and accepted > 0.0
+        return min(max(got / accepted, 0.0), 1.0) if known else 1.0
+
+    def prompt_seconds(self, drafting: bool) -> float:
+        """The seconds of prompts for each token that is generated; as the other way, if unknown."""
+        for way in (drafting, not drafting):
+            prompts, seconds = self._prompts[way]
+            if prompts >= LEAST_PROMPTS:
+                begun, tokens = self._load
+                return max(seconds / prompts, 0.0) * begun / max(tokens, 1.0)
+        return 0.0
 
     def add(
         self, sums: StepSums, rates: Sequence[float] | None, served: bool = True
@@ -124,11 +157,19 @@ class LengthChooser:
             The seconds of the slowest of these steps, by draft length.
         """
         fresh: list[tuple[int, int, int, float]] = []
+        mixed: list[tuple[int, int, StepSum]] = []
         for (kind, requests, length), total in sums.items():
-            before = self._seen.get((kind, requests, length), StepSum())
-            steps, seconds = total.steps - before.steps, total.seconds - before.seconds
-            if steps and kind in (PLAIN, SPECULATIVE):
-                fresh.append((OFF if kind == PLAIN else length, requests, steps, seconds))
+            new = total - self._seen.get((kind, requests, length), StepSum())
+            if new.steps and kind in (PLAIN, SPECULATIVE):
+                fresh.append((OFF if kind == PLAIN else length, requests, new.steps, new.seconds))
+            if new.requests and served:
+                self._load = _faded(self._load, new.requests, (new.prompts, new.tokens))
+                if length and rates:
+                    accepted = new.requests * (acceptance_length(rates, length) - 1.0)
+                    given = new.requests, accepted, new.tokens - new.requests
+                    self._given = _faded(self._given, new.requests, given)
+            if kind == MIXED and new.steps and served:
+                mixed.append((length or OFF, requests, new))
         # Merged: no sums are known before the first request, and they do not take these back.
         self._seen = {**self._seen, **sums}
         if fresh:
@@ -140,6 +181,12 @@ class LengthChooser:
             tokens = steps * (acceptance_length(rates, k) if rates else 1.0)
             if served:
                 self._work[requests] = self._work.get(requests, 0.0) + tokens
+        costs = self._table()
+        for k, requests, new in mixed:
+            if k in costs.points and requests <= costs.points[k][-1][0]:
+                longer = new.seconds - new.steps * costs.seconds(k, requests)
+                before, more = self._prompts[k != OFF], (new.prompts, longer)
+                self._prompts[k != OFF] = _faded(before, new.requests, more)
         return {
             k: max(seconds / steps for other, _, steps, seconds in fresh if other == k)
             for k, *_ in fresh
@@ -157,7 +204,8 @@ class LengthChooser:
         costs = self._table()
         if rates is None or not {OFF, *self.lengths} <= set(costs.points):
             return
-        known = rates
+        known, kept = rates, self.kept
+        prompts = {way: self.prompt_seconds(way) for way in (True, False)}
 
         choices = [k for k in (0, *self.lengths) if k in costs.points]
         # Where not all lengths were timed yet, those that were are compared, and beyond the largest
@@ -167,7 +215,8 @@ class LengthChooser:
 
         def speed(k: int, requests: int) -> float:
             seconds = costs.seconds(k, min(max(requests, 1), largest, timed[k]))
-            return acceptance_length(known, k) / seconds
+            tokens = 1.0 + kept * (acceptance_length(known, k) - 1.0)
+            return 1.0 / (seconds / tokens + max(requests, 1) * prompts[k != OFF])
 
         best, gains = [], []
         for requests in range(self.largest + 1):
@@ -253,6 +302,12 @@ class LengthChooser:
         return StepTable.measured(
             (requests, k, seconds, steps) for (k, requests), (steps, seconds) in self._costs.items()
         )
+
+
+def _faded(sums: tuple[float, ...], requests: float, more: tuple[float, ...]) -> tuple[float, ...]:
+    """Add to sums, what came before faded by so many requests."""
+    fade = math.exp(-requests / KEPT_REQUESTS)
+    return tuple(fade * a + b for a, b in zip(sums, more, strict=True))
 
 
 class LengthControl:

@@ -13,7 +13,7 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 from rollout_server.control.acceptance_counts import FIRST_DRAFTS, AcceptanceTracker
 from slipstream.errors import RefusedError
@@ -45,17 +45,29 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class StepSum:
-    """A number of steps, and the seconds that they took together."""
+    """A number of steps, the seconds that they took together, and what they gave.
+
+    Attributes:
+        requests: that got tokens, counted in each step.
+        tokens: that they got.
+        prompts: that were begun.
+    """
 
     steps: int = 0
     seconds: float = 0.0
+    requests: int = 0
+    tokens: int = 0
+    prompts: int = 0
+
+    def __add__(self, other: StepSum) -> StepSum:
+        return StepSum(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
 
     def __sub__(self, before: StepSum) -> StepSum:
-        return StepSum(self.steps - before.steps, self.seconds - before.seconds)
+        return StepSum(*(a - b for a, b in zip(astuple(self), astuple(before), strict=True)))
 
 
 StepSums = Mapping[tuple[str, int, int], StepSum]
-"""The sums by kind, most requests in the step, and draft length; 0 if not ``SPECULATIVE``."""
+"""The sums by kind, most requests in the step, and draft length; 0 while nothing is drafted."""
 
 
 @dataclass(frozen=True)

@@ -156,10 +156,9 @@ class VllmEngine:
         """Steps and seconds of all engine cores since the start."""
         sums: dict[tuple[str, int, int], StepSum] = {}
         for answer in await self._call(CALL_SECONDS, "step_sums"):
-            for kind, n, k, steps, seconds in answer:
+            for kind, n, k, *values in answer:
                 key = str(kind), int(n), int(k)
-                before = sums.get(key, StepSum())
-                sums[key] = StepSum(before.steps + int(steps), before.seconds + float(seconds))
+                sums[key] = sums.get(key, StepSum()) + StepSum(*values)
         return sums
 
     def is_alive(self) -> bool:

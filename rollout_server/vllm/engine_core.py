@@ -11,12 +11,12 @@ import inspect
 import time
 import uuid
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict, astuple, replace
 from types import SimpleNamespace
 from typing import Any
 
 from rollout_server.control.changes import Change, Result
-from rollout_server.control.step_costs import MIXED, PLAIN, SPECULATIVE
+from rollout_server.control.step_costs import MIXED, PLAIN, SPECULATIVE, StepSum
 from slipstream.errors import RefusedError
 
 
@@ -226,7 +226,7 @@ class RequestsSeen:
 
 
 class StepClock:
-    """Sums engine steps and their seconds by kind, number of requests and draft length.
+    """Sums engine steps, their seconds and tokens by kind, number of requests and draft length.
 
     A step lasts from one step's output to the next, as long as the engine is busy: that is what a
     waiting request sees, with and without asynchronous scheduling. The interval around a worker
@@ -243,7 +243,7 @@ class StepClock:
         self._scheduler.schedule = self._on_schedule
         self._scheduler.update_from_output = self._on_output
         self._scheduler.set_pause_state = self._on_pause
-        self._sums: dict[tuple[str, int, int], list[float]] = {}
+        self._sums: dict[tuple[str, int, int], StepSum] = {}
         self._since: float | None = None
         self._untimed = 0
 
@@ -257,8 +257,8 @@ class StepClock:
         self._untimed = len(self._core.batch_queue or ())
 
     def sums(self) -> list[list[Any]]:
-        """Return [kind, requests, draft length, steps, seconds] of everything measured so far."""
-        return [[*key, int(steps), seconds] for key, (steps, seconds) in self._sums.items()]
+        """Return [kind, requests, draft length, *StepSum] of everything measured so far."""
+        return [[*key, *astuple(total)] for key, total in self._sums.items()]
 
     def _on_schedule(self, *args: Any, **named: Any) -> Any:
         if self._since is None:
@@ -282,9 +282,15 @@ class StepClock:
                 requests = len(scheduler_output.num_scheduled_tokens)
                 kind, length = self._kind(scheduler_output, requests)
                 key = kind, rounded_up(requests), length
-                total = self._sums.setdefault(key, [0, 0.0])
-                total[0] += 1
-                total[1] += now - since
+                got = [
+                    len(output.new_token_ids)
+                    for outputs in result.values()
+                    for output in outputs.outputs
+                    if output.new_token_ids
+                ]
+                begun = len(scheduler_output.scheduled_new_reqs)
+                step = StepSum(1, now - since, len(got), sum(got), begun)
+                self._sums[key] = self._sums.get(key, StepSum()) + step
             if self._core.batch_queue or self._scheduler.has_requests():
                 self._since = now
         return result
@@ -293,16 +299,17 @@ class StepClock:
         drafts = output.scheduled_spec_decode_tokens
         decoded = requests + sum(map(len, drafts.values()))
         planned = output.num_spec_tokens_to_schedule
+        drafting = self._switch.enabled and self._scheduler.num_spec_tokens
         if output.scheduled_new_reqs or output.total_num_scheduled_tokens != decoded:
-            return MIXED, 0
-        if not self._switch.enabled or not self._scheduler.num_spec_tokens:
+            return MIXED, planned if drafting else 0
+        if not drafting:
             return (MIXED if drafts else PLAIN), 0
         # Every request verifies as many tokens as are drafted next; near its end, fewer.
         longest = max(map(len, drafts.values()), default=0)
         if longest == planned and len(drafts) == (requests if planned else 0):
             # With planned 0 the draft still runs: it is not a plain step.
             return SPECULATIVE, planned
-        return MIXED, 0
+        return MIXED, planned
 
 
 def rounded_up(requests: int) -> int:

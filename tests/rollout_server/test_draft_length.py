@@ -152,6 +152,38 @@ def test_chooser_compares_lengths_timed_at_as_many_requests() -> None:
     assert chooser.table is None
 
 
+@pytest.mark.parametrize(("got", "length"), [(1.0, 3), (0.6, None)])
+def test_chooser_counts_accepted_tokens_that_requests_get(got: float, length: int | None) -> None:
+    """Steps with three drafts take 1.91 plain ones: 2.08 tokens of a step pay, 1.65 do not."""
+    rates = (0.405, 0.36, 0.315)
+    sums = {key: total for key, total in measured().items() if key[1] == 1}
+    sums[MIXED, 1, 3] = StepSum(1000, 30.0, 1000, 1000 + round(1080 * got))
+    chooser = LengthChooser(3, 1)
+    chooser.add(sums, rates, served=False)
+    assert chooser.kept == 1.0, "the calibration's requests are no users'"
+    chooser = LengthChooser(3, 1)
+    chooser.add(sums, rates)
+    chooser.choose(rates)
+    assert chooser.kept == pytest.approx(got)
+    assert chooser.table == (None if length is None else [length] * 2)
+
+
+@pytest.mark.parametrize(("longer", "length"), [(0.02, 3), (0.08, None)])
+def test_chooser_counts_what_prompts_take(longer: float, length: int | None) -> None:
+    """Drafts save 0.8 ms a token; with a prompt every 11 tokens, 60 ms each take more."""
+    rates = (0.405, 0.36, 0.315)
+    sums = {key: total for key, total in measured().items() if key[1] == 1}
+    sums[MIXED, 1, 3] = StepSum(100, 100 * (seconds(3, 1) + longer), 100, 1100, 100)
+    sums[MIXED, 1, 0] = StepSum(100, 100 * (seconds(-1, 1) + 0.02), 100, 1100, 100)
+    chooser = LengthChooser(3, 1)
+    chooser.add(sums, rates)
+    chooser.choose(rates)
+    assert chooser.kept == 1.0, "too few requests say so"
+    assert chooser.prompt_seconds(True) == pytest.approx(longer / 11)
+    assert chooser.prompt_seconds(False) == pytest.approx(0.02 / 11)
+    assert chooser.table == (None if length is None else [length] * 2)
+
+
 def test_chooser_fades_older_costs() -> None:
     chooser = LengthChooser(3, 1)
     alone = {key: total for key, total in measured().items() if key[1] == 1}

@@ -38,8 +38,13 @@ class Core:
         new: bool = False,
         left: bool = True,
         planned: int | None = None,
+        got: Sequence[int] | None = None,
     ) -> None:
-        """A step in which each request verifies so many drafts; ``planned`` are made next."""
+        """A step in which each request verifies so many drafts; ``planned`` are made next.
+
+        Args:
+            got: tokens of each request; by default it got all drafts and one more.
+        """
         self.scheduler.schedule()
         self.now += seconds
         self.left = left
@@ -54,11 +59,13 @@ class Core:
             scheduled_new_reqs=["new"] if new else [],
             num_spec_tokens_to_schedule=max(requests, default=0) if planned is None else planned,
         )
-        assert self.scheduler.update_from_output(output, "result") == "result"
+        new = [SimpleNamespace(new_token_ids=[0] * n) for n in got or tokens.values()]
+        result = {0: SimpleNamespace(outputs=new)}
+        assert self.scheduler.update_from_output(output, result) is result
 
     @property
     def sums(self) -> dict[tuple[str, int, int], tuple[int, float]]:
-        return {(kind, n, k): (steps, seconds) for kind, n, k, steps, seconds in self.clock.sums()}
+        return {(kind, n, k): (steps, spent) for kind, n, k, steps, spent, *_ in self.clock.sums()}
 
 
 @pytest.fixture
@@ -82,15 +89,29 @@ def test_steps_are_summed_by_kind_and_size(core: Core) -> None:
     core.step(1.0, [3, 3])
     core.step(0.5, [0] * 5)
     assert core.sums == {
-        ("mixed", 2, 0): (3, 3.0),
+        ("mixed", 2, 0): (2, 2.0),
         ("speculative", 2, 3): (2, 4.5),
+        ("mixed", 2, 3): (1, 1.0),
         ("plain", 6, 0): (1, 0.5),
     }
 
 
 def test_step_without_drafts_is_mixed_while_drafting(core: Core) -> None:
     core.step(1.0, [0], planned=3)
-    assert core.sums == {("mixed", 1, 0): (1, 1.0)}
+    assert core.sums == {("mixed", 1, 3): (1, 1.0)}
+
+
+def test_tokens_that_requests_got_are_summed(core: Core) -> None:
+    core.step(1.0, [0, 0, 0], new=True, planned=3, got=[1, 0, 1])  # one prompt is read in parts
+    core.step(2.0, [3, 3], got=[4, 1])
+    core.step(2.0, [3, 3], got=[2, 1])
+    core.switch.enabled = False
+    core.step(1.0, [0, 0])
+    assert core.clock.sums() == [
+        ["mixed", 3, 3, 1, 1.0, 2, 2, 1],
+        ["speculative", 2, 3, 2, 4.0, 4, 8, 0],
+        ["plain", 2, 0, 1, 1.0, 2, 2, 0],
+    ]
 
 
 def test_steps_are_summed_by_constant_draft_length(core: Core) -> None:
@@ -101,8 +122,9 @@ def test_steps_are_summed_by_constant_draft_length(core: Core) -> None:
     core.step(16.0, [0, 0])
     assert core.sums == {
         ("speculative", 2, 3): (1, 1.0),
-        ("mixed", 2, 0): (2, 10.0),
+        ("mixed", 2, 1): (1, 2.0),
         ("speculative", 2, 1): (1, 4.0),
+        ("mixed", 2, 0): (1, 8.0),
         ("speculative", 2, 0): (1, 16.0),
     }
 
