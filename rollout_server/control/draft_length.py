@@ -214,9 +214,9 @@ class LengthChooser:
         largest = min(timed[OFF], max(timed[k] for k in choices))
 
         def speed(k: int, requests: int) -> float:
-            seconds = costs.seconds(k, min(max(requests, 1), largest, timed[k]))
+            batch = min(max(requests, 1), largest, timed[k])
             tokens = 1.0 + kept * (acceptance_length(known, k) - 1.0)
-            return 1.0 / (seconds / tokens + max(requests, 1) * prompts[k != OFF])
+            return 1.0 / (costs.seconds(k, batch) / tokens + batch * prompts[k != OFF])
 
         best, gains = [], []
         for requests in range(self.largest + 1):
