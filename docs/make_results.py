@@ -124,24 +124,19 @@ def _gains(real: dict[str, Any], cells: list[dict[str, Any]]) -> str:
         means = f"{statistics.fmean(frozen):.2f} | {statistics.fmean(adapted):.2f}"
         (value, low, high), *others = (one["ratio"] for one in lengths)
         found = _ratio(adapted, frozen) if others else f"{value:.2f} ({low:.2f} to {high:.2f})"
-        if part == "start":
-            found = "the same draft"
-        rows.append(f"| {name} | {means} | {found} |")
-    over = "runs" if len(seeds) > 1 else "steps"
-    text = (
-        f"SmolLM2-135M-Instruct on {machine['cores']} cores of an {machine['cpu']}, without a GPU. "
-        "Generation: throughput over that without speculation, with [the example's first "
-        "draft](examples/smollm_grpo/README.md). GRPO: `make real` with "
-        f"{len(seeds)} seed{'s' * (len(seeds) > 1)}, three drafted tokens, lengths by vLLM's "
-        f"counters. In brackets, 95 % intervals over rounds and over {over}. "
-        f"{_moved(seeds, 'correct', 'The share of right answers')}, "
-        f"{_moved(seeds, 'entropy', 'the entropy')} nats a token. "
-    )
+        rows.append(f"| {name} | {means} | {'the same draft' if part == 'start' else found} |")
+    runs, over = ("1 run", "steps") if len(seeds) == 1 else (f"{len(seeds)} runs", "runs")
     cost = {key: statistics.fmean(one["cost"][key] for one in seeds) for key in seeds[0]["cost"]}
-    seconds = statistics.fmean(one["seconds"] for one in seeds)
-    text += (
-        f"In {seconds / 60:.0f} minutes the trainer takes {cost['trainer_cpu_seconds']:.0f} CPU "
-        f"seconds and {cost['trainer_peak_bytes'] / 2**30:.1f} GiB."
+    minutes = statistics.fmean(one["seconds"] for one in seeds) / 60
+    text = (
+        f"SmolLM2-135M-Instruct on {machine['cores']} cores of an {machine['cpu']}, without a GPU, "
+        "with drafts and tasks of [the example](examples/smollm_grpo/README.md). Generation: "
+        "throughput over that without speculation. Acceptance length: three drafted tokens, "
+        f"vLLM's counters, {runs} of `make real`. In brackets, 95 % intervals over rounds and over "
+        f"{over}. {_moved(seeds, 'correct', 'The share of right answers')}, "
+        f"{_moved(seeds, 'entropy', 'the entropy')} nats a token. A run takes {minutes:.0f} "
+        f"minutes, and its trainer {cost['trainer_cpu_seconds']:.0f} CPU seconds and "
+        f"{cost['trainer_peak_bytes'] / 2**30:.1f} GiB of memory."
     )
     return "\n".join((*rows, "", *textwrap.wrap(text, 108, break_long_words=False), ""))
 
