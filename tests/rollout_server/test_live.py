@@ -320,14 +320,14 @@ def test_step_metrics_match_vllm_counters(live: Live) -> None:
     text = httpx.get(f"{live.http}/metrics", timeout=30).text
     samples = [s for family in parse_text(text) for s in family.samples]
     steps = {
-        (s.labels["kind"], s.labels["requests"]): s.value
+        (s.labels["kind"], s.labels["requests"], s.labels["draft_length"]): s.value
         for s in samples
         if s.name == "slipstream_rollout_engine_steps_total"
     }
     decoded = live.tokens - 1
-    assert sum(n for (kind, _), n in steps.items() if kind == "plain") >= decoded
-    assert sum(n for (kind, _), n in steps.items() if kind == "speculative") >= 2 * decoded / 4
-    assert max(int(requests) for _, requests in steps) <= 128, "--max-num-seqs"
+    assert sum(n for (kind, *_), n in steps.items() if kind == "plain") >= decoded
+    assert sum(n for (kind, *_), n in steps.items() if kind == "speculative") >= 2 * decoded / 4
+    assert max(int(requests) for _, requests, _ in steps) <= 128, "--max-num-seqs"
     busy = {s.value for s in samples if s.name == "slipstream_rollout_engine_step_seconds_total"}
     assert len(busy) == len(steps) and min(busy) > 0
     # The same truth as vLLM's own.
