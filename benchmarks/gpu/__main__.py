@@ -140,6 +140,9 @@ PARTS: dict[int, dict[str, Section]] = {
         "memory": Section(
             _of("sections.memory"), 60.0, (Bound("drills survived", "at least", 1.0),)
         ),
+        "filled": Section(
+            _of("sections.filled"), 30.0, (Bound("first steps recovered", "at least", 1.0),)
+        ),
         "capture": Section(
             _of("sharing.capture"),
             180.0,
@@ -166,12 +169,17 @@ PARTS: dict[int, dict[str, Section]] = {
             60.0,
             (
                 Bound("runs that differ", "at most", 0),
+                Bound("drafts lost in pinned swaps", "at most", 0),
                 Bound("p-value of sampled tokens", "at least", 1e-4),
             ),
         ),
         "vllm_server": Section(
             _of("engines.vllm_server"), 120.0, (Bound("requests that failed", "at most", 0),)
         ),
+        "vllm_sleep": Section(
+            _of("engines.vllm_sleep"), 60.0, (Bound("sleeps that changed output", "at most", 0),)
+        ),
+        "vllm_fp8": Section(_of("engines.vllm_server", kinds=("fp8",)), 90.0),
     },
 }
 

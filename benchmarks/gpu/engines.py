@@ -32,7 +32,9 @@ from examples.arithmetic_grpo.tokenizer import EOS_ID
 from examples.local_services import ARITHMETIC, DRAFT_LENGTH, RolloutServer
 from rollout_server.control.changes import Change
 from rollout_server.control.stages import WeightSource
+from rollout_server.vllm import swap
 from rollout_server.vllm.plugins import MARK
+from rollout_server.vllm.standby import SAME
 from slipstream.checkpoints import load_tensors
 from tests.losslessness.joint import chi_square_p_value, exact_joint
 from tests.rollout_server.checkpoints import perturbed
@@ -41,6 +43,12 @@ from tests.rollout_server.live import V2_ENV
 _CALL_SECONDS = 60.0
 _STOP_SECONDS = 20.0
 _SAMPLED_TOKENS = 3
+_KINDS = {
+    "fixed": (),
+    "auto": ("--speculation", "auto"),
+    # Of the policy alone.
+    "fp8": ("--quantization", "fp8"),
+}
 Tokens = tuple[int, ...]
 
 
@@ -53,14 +61,23 @@ def vllm_engine(bench: Bench) -> Figures:
     runs, samples = (1, 60) if bench.tiny else (20, 4000)
     problems = [prompt_ids(problem) for problem in held_out_problems(3)]
     expected = engine.complete(problems, lambda: None)
-    differ = sum(engine.complete(problems, engine.change) != expected for _ in range(runs))
+
+    def differing() -> int:
+        return sum(engine.complete(problems, engine.change) != expected for _ in range(runs))
+
+    differ = differing()
+    if bench.cuda:
+        # As on a GPU without room for a second draft.
+        swap.must_pin = lambda *_: True
+        differ += differing()
+    read_back = engine.call("read_back")
     policy = AutoModelForCausalLM.from_pretrained(ARITHMETIC / "policy", dtype=torch.float32)
     exact = exact_joint(policy.eval(), problems[0], _SAMPLED_TOKENS, floor=1e-6, eos=EOS_ID)
     drawn = engine.complete(problems[:1] * samples, engine.change, _SAMPLED_TOKENS, 1.0)
     return {
         "runner": engine.call("describe")[0]["runner"],
         "asynchronous": bool(engine.core.async_scheduling),
-        "read_back": engine.call("read_back"),
+        "drafts lost in pinned swaps": sum(found != SAME for found in read_back),
         "runs that differ": differ,
         "p-value of sampled tokens": chi_square_p_value(drawn, exact),
         "runs": runs,
@@ -69,10 +86,35 @@ def vllm_engine(bench: Bench) -> Figures:
     }
 
 
-class _Engine:
-    """vLLM in this process, with the example's policy and draft; ``changes`` counts by kind."""
+def vllm_sleep(bench: Bench) -> Figures:
+    """Sleep levels 1 and 2, after which policy and draft are loaded again, as a trainer does."""
+    if not bench.cuda:
+        raise NotMeasuredError("an engine on a CPU does not sleep")
+    engine = _Engine(bench, enable_sleep_mode=True)
+    problems = [prompt_ids(problem) for problem in held_out_problems(3)]
+    expected = engine.complete(problems, lambda: None)
+    figures: Figures = {"sleeps that changed output": 0}
+    for level in (1, 2):
+        engine.llm.sleep(level)
+        asleep = engine.call("read_back")
+        engine.llm.wake_up()
+        figures[f"read_back_{level}"] = asleep + engine.call("read_back")
+        if level == 2:
+            engine.load_again()
+        figures[f"read_back_{level}"] += engine.call("read_back")
+        figures["sleeps that changed output"] += (
+            engine.complete(problems, engine.change) != expected
+        )
+    return figures
 
-    def __init__(self, bench: Bench) -> None:
+
+class _Engine:
+    """vLLM in this process, with the example's policy and draft; ``changes`` counts by kind.
+
+    ``options`` are more of ``LLM``'s.
+    """
+
+    def __init__(self, bench: Bench, **options: Any) -> None:
         env = {**V2_ENV, "HF_HUB_OFFLINE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", MARK: "1"}
         folders = env.pop("PYTHONPATH").split(os.pathsep)
         if bench.cuda:
@@ -95,7 +137,7 @@ class _Engine:
             # Steps without drafts get graphs of their own.
             "num_speculative_tokens_per_batch_size": [[1, 1, k], [2, 2, 0], [3, 1 << 20, k]],
         }
-        llm = LLM(
+        self.llm: Any = LLM(
             str(ARITHMETIC / "policy"),
             # So that the distribution that torch computes is the engine's own.
             dtype="float32",
@@ -108,8 +150,9 @@ class _Engine:
             generation_config="vllm",
             gpu_memory_utilization=0.5,
             speculative_config=drafting,
+            **options,
         )
-        self._engine: Any = llm.llm_engine
+        self._engine: Any = self.llm.llm_engine
         self.core: Any = self._engine.engine_core.engine_core
         self._drafts = [WeightSource(str(ARITHMETIC / "draft")), self._another(bench.folder)]
         self._policy = WeightSource(str(ARITHMETIC / "policy"))
@@ -176,28 +219,40 @@ class _Engine:
             self._apply(Change("policy", self._policy, self._policy))
         self.changes[kind or "nothing"] += 1
 
+    def load_again(self) -> None:
+        """Load the policy and the live draft."""
+        for change in (
+            Change("policy", self._policy, self._policy),
+            Change("draft", self._drafts[0], self._drafts[0]),
+        ):
+            self._apply(change)
+
     def _apply(self, change: Change) -> None:
         error = self.call("apply", [change.to_message()], _CALL_SECONDS)["error"]
         if error:
             raise RuntimeError(f"{change}: {error}")
 
 
-def vllm_server(bench: Bench) -> Figures:
+def vllm_server(bench: Bench, kinds: Sequence[str] = ("fixed", "auto")) -> Figures:
     """A server with an 8B policy's shapes: its start, drafting on and off, swaps in flight."""
+    if not bench.cuda:
+        kinds = [kind for kind in kinds if kind == "fixed"]
+        if not kinds:
+            raise NotMeasuredError("it differs from vllm_server on a GPU alone")
     policy, draft = _folders(bench)
     tensors = load_tensors(draft)
     options = ["--num-gpu-blocks-override", "384"]
     if bench.cuda:
         options = ["--no-enforce-eager", "--max-model-len", "1024"]
     figures: Figures = {"draft_bytes": sum(tensor.nbytes for tensor in tensors.values())}
-    for speculation in ("fixed",) if bench.tiny else ("fixed", "auto"):
-        log, given = bench.folder / f"{speculation}.log", [*options, "--speculation", speculation]
-        server = RolloutServer(log, *given, policy=policy, draft=draft)
+    for kind in kinds:
+        log = bench.folder / f"{kind}.log"
+        server = RolloutServer(log, *options, *_KINDS[kind], policy=policy, draft=draft)
         server.service.start()
         try:
             seconds = server.service.wait_ready(bench.seconds_left - _STOP_SECONDS)
-            figures[f"start_seconds_{speculation}"] = seconds
-            if speculation == "fixed":
+            figures[f"start_seconds_{kind}"] = seconds
+            if kind != "auto":
                 figures |= _drafting(bench, server) | _swaps(bench, server, tensors)
         finally:
             server.stop()

@@ -67,13 +67,14 @@ class Step(NamedTuple):
 STEPS = {
     "smoke": Step(150, ("trainer",), 1, "smoke,parity,waits"),
     "training": Step(220, (), 1, "gate,training,profile,compile"),
-    "memory": Step(120, (), 2, "states,memory"),
+    "memory": Step(150, (), 2, "states,memory,filled"),
     "sharing": Step(300, (), 2, "capture,run_ahead,shared"),
     "vllm-0": Step(40, ("vllm/0",)),
     "vllm-1": Step(40, ("vllm/1",)),
     "vllm-2": Step(60, ("vllm/2",)),
     "engine": Step(150, ("server",), 3, "vllm_engine"),
     "server": Step(420, (), 3, "vllm_server"),
+    "more": Step(180, (), 3, "vllm_sleep,vllm_fp8"),
 }
 
 

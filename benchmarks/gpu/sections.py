@@ -25,12 +25,22 @@ from draft_trainer.config import TrainingConfig
 from draft_trainer.drafters.batch import batches
 from draft_trainer.drafters.expected_acceptance import expected_acceptance
 from draft_trainer.drafters.loss import Objective, step_weights, ttt_objective, valid_targets
+from draft_trainer.drafters.policy import PolicyHeads
 from draft_trainer.training.learner import Learner
 from draft_trainer.training.training_state import HostCopies
 from slipstream.errors import RefusedError
+from slipstream.sample import Sample
 from slipstream.v1 import release_pb2
 
 _DRILLS = 3
+_LEFT_BYTES = 200 << 20
+_FILL = """
+import sys, torch
+free, _ = torch.cuda.mem_get_info()
+kept = torch.empty(free - int(sys.argv[1]), dtype=torch.uint8, device="cuda")
+print(kept.nbytes, flush=True)
+sys.stdin.read()
+"""
 
 
 def ceilings(bench: Bench) -> Figures:
@@ -275,16 +285,40 @@ def memory(bench: Bench) -> Figures:
             other = torch.empty(
                 max(free - int(share * whole), 0), dtype=torch.uint8, device=bench.device
             )
-            try:
-                retries = learner.step(samples, heads).memory_retries
-                outcomes["halved" if retries else "whole"] += 1
-            except RefusedError as error:
-                if error.reason != release_pb2.REFUSAL_REASON_DEVICE_MEMORY:
-                    raise
-                outcomes["refused"] += 1
+            outcomes[_step(learner, samples, heads)] += 1
             del other
             outcomes["recovered"] += not learner.step(samples, heads).skipped
     return {"outcomes": outcomes, "drills survived": outcomes["recovered"] / (3 * _DRILLS)}
+
+
+def _step(learner: Learner, samples: Sequence[Sample], heads: PolicyHeads) -> str:
+    """Take a step; returns "whole", "halved" or, for too little memory, "refused"."""
+    try:
+        return "halved" if learner.step(samples, heads).memory_retries else "whole"
+    except RefusedError as error:
+        if error.reason != release_pb2.REFUSAL_REASON_DEVICE_MEMORY:
+            raise
+        return "refused"
+
+
+def filled(bench: Bench) -> Figures:
+    """The first step of a process, on a GPU that another process has filled, and the one after."""
+    if not bench.cuda:
+        raise NotMeasuredError("a CPU's memory is not bounded")
+    samples, heads = rollouts(bench.case)
+    learner = Learner(draft_of(bench.case, bench.device), _config(bench))
+    command = [sys.executable, "-c", _FILL, str(_LEFT_BYTES)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        # The process reads to the end of its input, which is where this block ends.
+        assert other.stdout is not None
+        filled_bytes = int(other.stdout.readline())
+        first = _step(learner, samples, heads)
+    recovered = not learner.step(samples, heads).skipped
+    return {
+        "filled_bytes": filled_bytes,
+        "first_step": first,
+        "first steps recovered": int(recovered),
+    }
 
 
 def _config(bench: Bench) -> TrainingConfig:

@@ -23,7 +23,8 @@ def test_gpu_benchmark_runs_every_section_on_cpu(part: int, tmp_path: Path) -> N
     assert list(sections) == list(gpu.PARTS[part])
     statuses = {name: section["status"] for name, section in sections.items()}
     without_triton = ("vllm_engine",) if "triton" in lacking() else ()
-    for name in ("memory", "specforge", "speculators", *without_triton):
+    on_a_gpu = ("memory", "filled", "vllm_sleep", "vllm_fp8", "specforge", "speculators")
+    for name in (*on_a_gpu, *without_triton):
         assert statuses.pop(name, "not measured") == "not measured"
     assert set(statuses.values()) == {"measured"}, found["sections"]
     bounds = [bound for section in gpu.PARTS[part].values() for bound in section.bounds]
