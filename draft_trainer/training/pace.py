@@ -23,7 +23,7 @@ from draft_trainer.config import TrainingConfig
 BATCH_TOKENS = (256, 4096)
 LEAST_STEPS = 64
 """Least and most tokens of a step, and the steps that the tokens of one policy version should make
-at least, at the configured learning rate."""
+at least, at the configured learning rate. Where a pass is longer than the most, a step may be."""
 
 NEW_LENGTH = 1.5
 """Acceptance length of the first step below which a draft is far from its best; 1 at random."""
@@ -110,6 +110,7 @@ class Pace:
         if config.batch_tokens is not None:
             return config.batch_tokens
         least, most = BATCH_TOKENS
+        most = max(most, config.forward_tokens)
         return min(max(arrived // LEAST_STEPS, least), most) // self.steps
 
     def steps_per_candidate(self, config: TrainingConfig) -> int:

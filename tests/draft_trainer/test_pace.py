@@ -23,6 +23,9 @@ def test_pace_follows_measured_acceptance() -> None:
         256,
         1000,
     )
+    # A step is at most 4,096 tokens, or a pass.
+    assert pace.batch_tokens(NONE_SET, 1 << 20) == 4096
+    assert pace.batch_tokens(TrainingConfig(device="cuda"), 1 << 20) == 8192
     pace.begin((0.3, 0.4))
     assert pace.halvings == FAR and pace.rate == 1.0 and pace.shares == (1.0,)
     assert (pace.batch_tokens(NONE_SET, ARRIVES), pace.batch_tokens(NONE_SET, 64_000)) == (64, 250)
