@@ -43,8 +43,6 @@ Port = Annotated[int, Field(ge=0, le=65535)]
 
 HELD_OUT_MOST, HELD_OUT_LEAST = 0.25, 0.1
 """The shares of prompts that are held out where ``replay.held_out_fraction`` is not set."""
-FEW_PROMPTS = 8
-"""The prompts of a policy version up to which completions are held out instead of prompts."""
 ENOUGH_PROMPTS = 8
 """The held-out prompts from which an interval over prompts is not wide merely for their number."""
 ENOUGH_HELD_OUT = 32
@@ -168,9 +166,9 @@ class ReplayConfig(Section):
     Attributes:
         directory: folder of the samples; None for one in the registry.
         capacity_bytes: bound on the bytes of their blocks.
-        held_out_fraction: share of prompts, or of completions where a version has ``FEW_PROMPTS``
-            or fewer; None: ``HELD_OUT_MOST`` at first, and less, down to ``HELD_OUT_LEAST``, once
-            more are held out than the gate needs.
+        held_out_fraction: share of prompts; of completions, where the versions within
+            ``max_policy_lag`` have too few prompts for that; None: ``HELD_OUT_MOST`` at first, and
+            less, down to ``HELD_OUT_LEAST``, once more are held out than the gate needs.
         max_epochs: how often a sample is drawn.
         max_policy_lag: policy versions that samples may be behind the newest.
         ledger_entries: number of sample ids that are remembered.

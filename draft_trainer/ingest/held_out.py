@@ -1,9 +1,9 @@
 """The choice of what is held out of training: prompts, or completions where prompts are few.
 
 A draft that has trained on some completions of a prompt knows something of the others, so all
-completions of a prompt are held out or none. Where a run has few prompts a version, that leaves the
-gate two or three clusters, or training nothing; completions are then held out one by one. The gate
-measures on prompts that are trained on, and says so.
+completions of a prompt are held out or none. The gate measures on those of several versions. Where
+these have so few prompts that fewer than ``ENOUGH_PROMPTS`` would be held out, completions are held
+out one by one; the gate then measures on prompts that are trained on, and says so.
 
 The choice follows from a sample's own names and from what is kept here, so a restart makes the same
 one. What was held out never trains because the choice changes: a sample's own stays with it.
@@ -12,14 +12,20 @@ one. What was held out never trains because the choice changes: a sample's own s
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
+from itertools import chain
 from typing import Any
 
-from draft_trainer.config import ENOUGH_HELD_OUT, FEW_PROMPTS, HELD_OUT_LEAST
+from draft_trainer.config import ENOUGH_HELD_OUT, ENOUGH_PROMPTS, HELD_OUT_LEAST
 from slipstream.sample import Sample, is_held_out
 
 logger = logging.getLogger(__name__)
+
+MOST_PROMPTS = 64
+"""The number of prompts that are never too few, however small the share."""
+_FEW_SAMPLES = 8
 
 
 @dataclass(frozen=True)
@@ -29,24 +35,25 @@ class HeldOut:
     Attributes:
         fraction: the share of prompts, or of completions.
         by_completion: whether completions are held out.
-        many: whether a version had more than ``FEW_PROMPTS`` prompts: from then on prompts are held
-            out, whatever follows, as the few samples of a pause in training.
-        prompts: those of the newest version, while they are few.
-        samples: how many samples they have, as far as it matters.
+        many: whether there were prompts enough at a time: from then on prompts are held out,
+            whatever follows, as the few samples of a pause in training.
+        prompts: those of the newest versions that had samples, the newest last, while they are few.
+        samples: how many samples the newest version has, as far as it matters.
     """
 
     fraction: float
     by_completion: bool = False
     many: bool = False
-    prompts: tuple[str, ...] = ()
+    prompts: tuple[tuple[str, ...], ...] = ((),)
     samples: int = 0
 
     @classmethod
     def read(cls, kept: Any, fraction: float) -> HeldOut:
-        """Return what ``facts`` was; ``kept`` is None, or a number alone of an earlier release."""
-        if isinstance(kept, dict):
-            return cls(**kept | {"prompts": tuple(kept["prompts"])})
-        return cls(kept or fraction)
+        """Return what ``facts`` was; ``kept`` is None, or of an earlier release."""
+        if not isinstance(kept, dict):
+            return cls(kept or fraction)
+        prompts = tuple(tuple(names) for names in kept["prompts"] if isinstance(names, list))
+        return cls(**kept | {"prompts": prompts or ((),)})
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -65,29 +72,44 @@ class HeldOut:
         """Count new samples of the newest policy version."""
         if self.many:
             return self
-        prompts, count = {*self.prompts}, self.samples
+        *before, newest = self.prompts
+        names, count = {*newest}, self.samples
         for sample in samples:
-            prompts.add(sample.group)
-            count = min(count + 1, 2 * FEW_PROMPTS)
-        if len(prompts) > FEW_PROMPTS:
+            names.add(sample.group)
+            count = min(count + 1, 2 * MOST_PROMPTS)
+        prompts = (*before, tuple(sorted(names)))
+        if len({*chain(*prompts)}) >= self._enough:
             if self.by_completion:
-                logger.warning("a version has more than %d prompts: they are held out", FEW_PROMPTS)
+                logger.warning("the newest policy versions have more prompts: they are held out")
             return HeldOut(self.fraction, many=True)
-        return replace(self, prompts=tuple(sorted(prompts)), samples=count)
+        return replace(self, prompts=prompts, samples=count)
 
-    def next_version(self) -> HeldOut:
-        """Begin to count for another policy version, and decide by the one before."""
-        few, least = len(self.prompts), max(FEW_PROMPTS, 2 * len(self.prompts))
+    def next_version(self, versions: int) -> HeldOut:
+        """Begin to count for another policy version, and decide by those before.
+
+        Args:
+            versions: the gate measures on the samples of so many.
+        """
+        found, newest = len({*chain(*self.prompts)}), len(self.prompts[-1])
         # Fewer samples say nothing: they may be all that the loop sends of many prompts.
-        by_completion = self.by_completion or (not self.many and few > 0 and self.samples >= least)
-        if by_completion and not self.by_completion:
+        known = not self.many and newest > 0 and self.samples >= max(_FEW_SAMPLES, 2 * newest)
+        few = known and found * versions / len(self.prompts) < self._enough
+        if few and not self.by_completion:
             logger.warning(
-                "a policy version has %d prompt(s): from now on %.0f %% of the completions are "
-                "held out, instead of prompts, so the gate measures on prompts that are trained "
-                "on. Next step: nothing, or send more than %d prompts a version",
-                *(few, 100 * self.fraction, FEW_PROMPTS),
+                "the newest %d policy version(s) have %d prompt(s): from now on %.0f %% of the "
+                "completions are held out, instead of prompts, so the gate measures on prompts "
+                "that are trained on. Next step: nothing, or send at least %d different prompts "
+                "in %d versions",
+                *(len(self.prompts), found, 100 * self.fraction, math.ceil(self._enough), versions),
             )
-        return replace(self, by_completion=by_completion, prompts=(), samples=0)
+        prompts = (*filter(None, self.prompts), ())[-versions:]
+        by_completion = self.by_completion or few
+        return replace(self, by_completion=by_completion, prompts=prompts, samples=0)
+
+    @property
+    def _enough(self) -> float:
+        """The prompts of which ``ENOUGH_PROMPTS`` are held out on average."""
+        return min(ENOUGH_PROMPTS / self.fraction, MOST_PROMPTS)
 
     def less(self, newest: Iterable[Sample]) -> HeldOut:
         """Hold out less where the held-out samples of the newest two versions are more than enough.

@@ -299,7 +299,7 @@ class SampleStore:
         with self._db.transaction():
             self._db.set("policies", sorted([*self.policies(), (version, [*names])]))
             self._db.set("first_policy", [self.first_policy()])
-            held = self._held.next_version()
+            held = self._held.next_version(self._config.max_policy_lag + 1)
             if self._config.held_out_fraction is None:
                 held = self._hold_out_less(held)
             self._db.set("held_out_fraction", held.facts)

@@ -15,7 +15,6 @@ from functools import partial
 from draft_trainer.config import (
     ENOUGH_HELD_OUT,
     ENOUGH_PROMPTS,
-    FEW_PROMPTS,
     HELD_OUT_MOST,
     TrainerConfig,
 )
@@ -122,7 +121,7 @@ def _samples(since: TrainerStatus, status: TrainerStatus, config: TrainerConfig)
     accepted, held = status.samples_accepted, status.samples_held_out
     found = f"{accepted} accepted, {held} of those in memory held out for the gate"
     if status.held_out_by_completion:
-        found += f", by completion: no version has more than {FEW_PROMPTS} prompts"
+        found += ", by completion: prompts are too few"
     return OK, found, ""
 
 

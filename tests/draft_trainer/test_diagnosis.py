@@ -215,7 +215,7 @@ FEW = "124 held-out anchors in 3 prompts, 200 in 6 are needed"
         ),
         (
             {"held_out_by_completion": True},
-            *("samples", OK, "by completion: no version has more than 8 prompts", ""),
+            *("samples", OK, "by completion: prompts are too few", ""),
         ),
         (
             {"last_verdict": Verdict(outcome="write_failed", reason="not written: full")},

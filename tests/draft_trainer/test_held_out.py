@@ -169,14 +169,21 @@ def completions_of(store: SampleStore, version: int, prompts: range, count: int)
     return set(names)
 
 
-@pytest.mark.parametrize(("prompts", "count"), [(1, 8), (4, 8), (8, 4)])
-def test_few_prompts_hold_out_completions(tmp_path: Path, prompts: int, count: int) -> None:
-    """Else the gate has one or two clusters, or training has nothing, for as long as the run."""
+@pytest.mark.parametrize(("prompts", "count", "known"), [(1, 8, 1), (4, 8, 1), (8, 4, 2)])
+def test_few_prompts_hold_out_completions(
+    tmp_path: Path, prompts: int, count: int, known: int
+) -> None:
+    """Else the gate has one or two clusters, or training has nothing, for as long as the run.
+
+    Eight prompts in the first version may be followed by eight others.
+    """
     store = open_store(tmp_path, 1 << 23, held_out_fraction=None)
     store.begin("run", {})
-    names = completions_of(store, 1, range(prompts), count)
-    assert not store.held_out_by_completion, "not known before the version ends"
-    for version in (2, 3, 4):
+    names = set[str]()
+    for version in range(1, known + 1):
+        names |= completions_of(store, version, range(prompts), count)
+        assert not store.held_out_by_completion, "not known before the version ends"
+    for version in range(known + 1, known + 4):
         names |= completions_of(store, version, range(prompts), count)
         assert store.held_out_by_completion
         # The same after a restart, and for what is sent again.
@@ -191,12 +198,25 @@ def test_few_prompts_hold_out_completions(tmp_path: Path, prompts: int, count: i
     chosen = {sample.sample_id for sample in held}
     drawn = set(all_drawn(store))
     assert chosen | drawn == names and not chosen & drawn
-    later = [sample for sample in held if sample.policy_version > 1]
+    later = [sample for sample in held if sample.policy_version > known]
     # Binomial(3 x prompts x count, 1/4): three standard deviations either way.
     total = 3 * prompts * count
     assert abs(len(later) - total / 4) < 3 * (total * 3 / 16) ** 0.5
     assert len({sample.group for sample in later}) >= min(prompts, 4)
     assert all(is_held_out(sample.completion, 0.25) for sample in later)
+
+
+def test_few_prompts_a_version_that_are_always_others_are_held_out(tmp_path: Path) -> None:
+    """Eight of forty in five versions are enough, and the draft has seen none of them."""
+    store = open_store(tmp_path, 1 << 23, held_out_fraction=None)
+    store.begin("run", {})
+    for version in range(1, 11):
+        completions_of(store, version, range(8 * version, 8 * version + 8), 4)
+        assert not store.held_out_by_completion
+    held = {sample.group for sample in store.held_out("run")}
+    assert all(is_held_out(group, 0.25) for group in held)
+    drawn = {sample.group for sample in store.draw("run", 10**9).samples}
+    assert drawn and not held & drawn
 
 
 def test_windows_of_a_completion_are_held_out_together(tmp_path: Path) -> None:
@@ -224,7 +244,7 @@ def test_many_prompts_hold_out_prompts_whatever_follows(tmp_path: Path) -> None:
     completions_of(store, 4, range(2), 1)
     assert not store.held_out_by_completion, "too few samples to tell"
     completions_of(store, 5, range(3), 8)
-    completions_of(store, 6, range(30), 2)
+    completions_of(store, 6, range(40), 2)
     assert not store.held_out_by_completion
     store.close()
     store = open_store(tmp_path, 1 << 23, held_out_fraction=None)
