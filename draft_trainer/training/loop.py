@@ -31,7 +31,7 @@ from draft_trainer.releases.gate import Gate
 from draft_trainer.releases.pointer import PointerStore
 from draft_trainer.releases.registry import Registry
 from draft_trainer.training.cores import training_nice
-from draft_trainer.training.device import make_handles
+from draft_trainer.training.device import make_handles, return_freed_memory
 from draft_trainer.training.economy import Economy
 from draft_trainer.training.learner import Collated, Learner
 from draft_trainer.training.training_state import LearnerStates, Position
@@ -358,6 +358,7 @@ class TrainingLoop:
         steps, self._steps_since_candidate = self._steps_since_candidate, 0
         began = time.monotonic()
         version = self._candidate(run, steps)
+        return_freed_memory()
         self._gate_seconds = time.monotonic() - began
         if version is not None:
             self.position = replace(self.position, newest_release=version)

@@ -161,6 +161,40 @@ done.wait()
     assert kept < 300, "four arenas of 64 MiB, and some"
 
 
+def test_memory_between_what_is_kept_is_returned() -> None:
+    """Of 40 blocks of 8 MiB, each behind a small one that is kept, nothing stays resident."""
+    script = """
+import ctypes
+from pathlib import Path
+from draft_trainer.cli.main import tune_memory
+from draft_trainer.training.device import return_freed_memory
+tune_memory()
+libc = ctypes.CDLL(None)
+libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
+libc.memset.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t]
+libc.free.argtypes = [ctypes.c_void_p]
+def resident():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4 // 1024
+before = resident()
+blocks = []
+for _ in range(40):
+    small, block = libc.malloc(64 << 10), libc.malloc(8 << 20)
+    libc.memset(small, 1, 64 << 10)
+    libc.memset(block, 1, 8 << 20)
+    blocks.append(block)
+for block in blocks:
+    libc.free(block)
+kept = resident() - before
+return_freed_memory()
+print(kept, resident() - before)
+"""
+    found = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=DEADLINE, check=True
+    )
+    kept, left = map(int, found.stdout.split())
+    assert kept > 250 and left < 20, "else this test shows nothing"
+
+
 @pytest.fixture
 def serve_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], int]]:
     """``draft-trainer serve`` in this process, which is told to stop as soon as it is ready."""
