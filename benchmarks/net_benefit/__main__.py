@@ -156,7 +156,9 @@ def run(
     folder.mkdir(parents=True)
     loop_cores = cores if place == SHARED else cores[:1]
     os.sched_setaffinity(0, loop_cores)
-    torch.set_num_threads(len(loop_cores))
+    trained = arm in (ALWAYS, PAYS)
+    # Two threads of the policy wait for each other where a trainer takes a core from one.
+    torch.set_num_threads(1 if trained else len(loop_cores))
     torch.manual_seed(seed)
     start = policy()
     model = AutoModelForCausalLM.from_pretrained(start, dtype=getattr(torch, cpu_precision()))
@@ -175,7 +177,7 @@ def run(
     with ExitStack() as stack:
         stack.enter_context(server)
         bridge = trainer = None
-        if arm in (ALWAYS, PAYS):
+        if trained:
             settings: Settings = {
                 "draft": {"policy": str(start)},
                 "training": {
