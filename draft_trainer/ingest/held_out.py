@@ -23,7 +23,7 @@ from slipstream.sample import Sample, is_held_out
 
 logger = logging.getLogger(__name__)
 
-MOST_PROMPTS = 64
+_MOST_PROMPTS = 64
 """The number of prompts that are never too few, however small the share."""
 _FEW_SAMPLES = 8
 
@@ -76,7 +76,7 @@ class HeldOut:
         names, count = {*newest}, self.samples
         for sample in samples:
             names.add(sample.group)
-            count = min(count + 1, 2 * MOST_PROMPTS)
+            count = min(count + 1, 2 * _MOST_PROMPTS)
         prompts = (*before, tuple(sorted(names)))
         if len({*chain(*prompts)}) >= self._enough:
             if self.by_completion:
@@ -109,7 +109,7 @@ class HeldOut:
     @property
     def _enough(self) -> float:
         """The prompts of which ``ENOUGH_PROMPTS`` are held out on average."""
-        return min(ENOUGH_PROMPTS / self.fraction, MOST_PROMPTS)
+        return min(ENOUGH_PROMPTS / self.fraction, _MOST_PROMPTS)
 
     def less(self, newest: Iterable[Sample]) -> HeldOut:
         """Hold out less where the held-out samples of the newest two versions are more than enough.
