@@ -439,7 +439,8 @@ def element_hash(parameter: torch.Tensor) -> int:
     """Hash a tensor's elements and their order, except the order within 31 neighbours.
 
     XORs of 31 elements each, weighted by their place: one pass at the memory's speed, where an XOR
-    of all would be blind to swapped rows or shards. A small tensor is hashed by the element.
+    of all would be blind to swapped rows or shards. A small tensor is hashed by the element. Bits
+    and integers alone: a copy in pinned memory has the hash that it has on a GPU.
     """
     values = parameter.detach().reshape(-1)
     if values.dtype.itemsize == 1:
