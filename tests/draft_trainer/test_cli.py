@@ -162,7 +162,7 @@ done.wait()
 
 
 def test_memory_between_what_is_kept_is_returned() -> None:
-    """Of 40 blocks of 8 MiB, each behind a small one that is kept, nothing stays resident."""
+    """Each of 40 blocks of 8 MiB lies behind a small one that is kept."""
     script = """
 import ctypes
 from pathlib import Path
