@@ -120,51 +120,8 @@ def test_sigterm_while_training_exits_0(tmp_path: Path) -> None:
             stream.send(rollouts(1, seed=1)[0])
 
 
-def test_freed_memory_kept_does_not_grow_with_threads() -> None:
-    """Sixteen threads free 24 MiB each; glibc alone would keep what each of them had."""
-    script = """
-import ctypes, sys, threading
-from pathlib import Path
-from draft_trainer.cli.main import tune_memory
-tune_memory()
-libc = ctypes.CDLL(None)
-libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
-libc.memset.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t]
-libc.free.argtypes = [ctypes.c_void_p]
-taken, measured, freed, done = (threading.Barrier(17, timeout=60) for _ in range(4))
-def resident():
-    return int(Path("/proc/self/statm").read_text().split()[1]) * 4 // 1024
-def take():
-    block = libc.malloc(24 << 20)
-    libc.memset(block, 1, 24 << 20)
-    taken.wait()
-    measured.wait()
-    libc.free(block)
-    freed.wait()
-    done.wait()
-before = resident()
-threads = [threading.Thread(target=take) for _ in range(16)]
-for thread in threads:
-    thread.start()
-taken.wait()
-most = resident() - before
-measured.wait()
-freed.wait()
-print(most, resident() - before)
-done.wait()
-"""
-    found = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=DEADLINE, check=True
-    )
-    most, kept = map(int, found.stdout.split())
-    assert most >= 370, "the kernel counts pages of a thread in batches"
-    assert kept < 300, "four arenas of 64 MiB, and some"
-
-
-def test_memory_between_what_is_kept_is_returned() -> None:
-    """Each of 40 blocks of 8 MiB lies behind a small one that is kept."""
-    script = """
-import ctypes
+HEAP = """
+import ctypes, threading
 from pathlib import Path
 from draft_trainer.cli.main import tune_memory
 from draft_trainer.training.device import return_freed_memory
@@ -176,6 +133,45 @@ libc.free.argtypes = [ctypes.c_void_p]
 def resident():
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4 // 1024
 before = resident()
+"""
+
+
+def printed(script: str) -> list[int]:
+    """Run a script on glibc's heap in a process of its own; the numbers that it prints, MiB."""
+    command = [sys.executable, "-c", HEAP + script]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE, check=True)
+    return [*map(int, found.stdout.split())]
+
+
+def test_freed_memory_kept_does_not_grow_with_threads() -> None:
+    """Sixteen threads free 24 MiB each; glibc alone would keep what each of them had."""
+    most, kept = printed("""
+taken, measured, freed, done = (threading.Barrier(17, timeout=60) for _ in range(4))
+def take():
+    block = libc.malloc(24 << 20)
+    libc.memset(block, 1, 24 << 20)
+    taken.wait()
+    measured.wait()
+    libc.free(block)
+    freed.wait()
+    done.wait()
+threads = [threading.Thread(target=take) for _ in range(16)]
+for thread in threads:
+    thread.start()
+taken.wait()
+most = resident() - before
+measured.wait()
+freed.wait()
+print(most, resident() - before)
+done.wait()
+""")
+    assert most >= 370, "the kernel counts pages of a thread in batches"
+    assert kept < 300, "four arenas of 64 MiB, and some"
+
+
+def test_memory_between_what_is_kept_is_returned() -> None:
+    """Each of 40 blocks of 8 MiB lies behind a small one that is kept."""
+    kept, left = printed("""
 blocks = []
 for _ in range(40):
     small, block = libc.malloc(64 << 10), libc.malloc(8 << 20)
@@ -187,11 +183,7 @@ for block in blocks:
 kept = resident() - before
 return_freed_memory()
 print(kept, resident() - before)
-"""
-    found = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=DEADLINE, check=True
-    )
-    kept, left = map(int, found.stdout.split())
+""")
     assert kept > 250 and left < 20, "else this test shows nothing"
 
 

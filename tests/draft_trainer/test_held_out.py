@@ -206,7 +206,7 @@ def test_few_prompts_hold_out_completions(
     assert all(is_held_out(sample.completion, 0.25) for sample in later)
 
 
-def test_few_prompts_a_version_that_are_always_others_are_held_out(tmp_path: Path) -> None:
+def test_prompts_new_in_each_version_are_held_out(tmp_path: Path) -> None:
     """Eight of forty in five versions are enough, and the draft has seen none of them."""
     store = open_store(tmp_path, 1 << 23, held_out_fraction=None)
     store.begin("run", {})
