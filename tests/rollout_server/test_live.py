@@ -309,13 +309,15 @@ def test_health_and_reflection_answer(server: Live) -> None:
 
 @V2_SLOW
 def test_step_metrics_match_vllm_counters(live: Live) -> None:
-    live.generate()
-    live.speculate(False)
-    live.generate()
-    live.speculate(True)
-    live.generate()
     name = "slipstream_rollout_break_even_acceptance_length"
-    until(lambda: f"\n{name} " in httpx.get(f"{live.http}/metrics", timeout=30).text)
+
+    def costs_known() -> bool:
+        for enabled in (True, False, True):
+            live.speculate(enabled)
+            live.generate()
+        return f"\n{name} " in httpx.get(f"{live.http}/metrics", timeout=30).text
+
+    until(costs_known)
     assert live.metric(name) > 0
     text = httpx.get(f"{live.http}/metrics", timeout=30).text
     samples = [s for family in parse_text(text) for s in family.samples]
