@@ -1,8 +1,6 @@
-"""The device that a draft is trained on, and memory that libraries keep."""
+"""The device that a draft is trained on, and what its libraries keep there."""
 
 from __future__ import annotations
-
-import ctypes
 
 import torch
 
@@ -44,14 +42,3 @@ def make_handles(device: torch.device) -> None:
     if device.type == "cuda":
         x = torch.ones(8, 8, dtype=torch.bfloat16, device=device, requires_grad=True)
         (x @ x).sum().backward()
-
-
-def return_freed_memory() -> None:
-    """Have glibc return all pages that hold nothing, in the middle of its arenas too.
-
-    By itself it returns those at an arena's end. Of the tensors of a gate, hundreds of MiB would
-    stay each time. Takes a tenth of a second for a GiB.
-    """
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)

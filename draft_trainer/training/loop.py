@@ -31,7 +31,7 @@ from draft_trainer.releases.gate import Gate
 from draft_trainer.releases.pointer import PointerStore
 from draft_trainer.releases.registry import Registry
 from draft_trainer.training.cores import training_nice
-from draft_trainer.training.device import make_handles, return_freed_memory
+from draft_trainer.training.device import make_handles
 from draft_trainer.training.economy import Economy
 from draft_trainer.training.learner import Collated, Learner
 from draft_trainer.training.training_state import LearnerStates, Position
@@ -82,6 +82,7 @@ class TrainingLoop:
         on_death: told when the thread ends without having been stopped, after its traceback was
             printed; training does not resume.
         stream: see ``own_stream``.
+        after_gate: called after every gate decision.
     """
 
     learner: Learner
@@ -98,6 +99,7 @@ class TrainingLoop:
     on_release: Callable[[], None]
     on_death: Callable[[], None]
     stream: torch.cuda.Stream | None = None
+    after_gate: Callable[[], None] = lambda: None
     _stopping: threading.Event = field(default_factory=threading.Event, init=False)
     _steps_since_candidate: int = field(default=0, init=False)
     _first_step_at: float = field(default_factory=time.monotonic, init=False)
@@ -358,7 +360,7 @@ class TrainingLoop:
         steps, self._steps_since_candidate = self._steps_since_candidate, 0
         began = time.monotonic()
         version = self._candidate(run, steps)
-        return_freed_memory()
+        self.after_gate()
         self._gate_seconds = time.monotonic() - began
         if version is not None:
             self.position = replace(self.position, newest_release=version)
