@@ -1,6 +1,7 @@
-"""``python -m docs.make_results``: the committed JSON as docs/results.md and two pages' tables.
+"""``python -m docs.make_results``: the committed JSON as docs/results.md and other pages' tables.
 
-These are the gains and costs in README.md and the architectures in docs/integrations.md.
+These are the gains and costs in README.md, the gain of each draft length in docs/economics.md and
+the architectures in docs/integrations.md.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ PAGE = Path(__file__).resolve().parent / "results.md"
 BENCHMARKS = PAGE.parent / "benchmarks.md"
 README = PAGE.parents[1] / "README.md"
 INTEGRATIONS = PAGE.parent / "integrations.md"
+ECONOMICS = PAGE.parent / "economics.md"
 REAL = RESULTS / "smollm_grpo.json"
 SPEED = RESULTS / "speculation.json"
 SERVED = RESULTS / "architectures.json"
@@ -70,7 +72,28 @@ def _row(target: dict[str, Any]) -> str:
 def readme() -> str:
     """README with what was measured on the real language model."""
     real, speed = (json.loads(path.read_text(encoding="utf-8")) for path in (REAL, SPEED))
-    return with_generated(README, "make_results", _gains(real, speed["cells"]))
+    return with_generated(README, "make_results", _gains(real, speed))
+
+
+def economics() -> str:
+    """The page of economics with what drafts gained on the real language model."""
+    cells = json.loads(SPEED.read_text(encoding="utf-8"))["cells"]
+    lengths = [name for name in cells[0]["tokens_per_second"] if name != "none"]
+    rows = [
+        f"| draft | requests | {' | '.join(map(_arm, lengths))} | `auto`, to the last | length |",
+        "|---|---:|" + "---:|" * (len(lengths) + 2),
+    ]
+    for cell in cells:
+        speeds, whole = cell["tokens_per_second"], cell["whole_tokens_per_second"]
+        found = [_ratio(speeds[n], speeds["none"]) if n in speeds else "" for n in lengths]
+        found.append(_ratio(whole["auto"], whole["none"]))
+        length = f"{cell['acceptance_length']['k = 3']:.2f}"
+        rows.append(f"| {cell['draft']} | {cell['requests']} | {' | '.join(found)} | {length} |")
+    return with_generated(ECONOMICS, "make_results", "\n".join((*rows, "")))
+
+
+def _arm(name: str) -> str:
+    return f"`{name}`" if name == "auto" else name
 
 
 def integrations() -> str:
@@ -107,15 +130,19 @@ def _architectures(found: list[dict[str, Any]]) -> str:
     return "\n".join((*rows, ""))
 
 
-def _gains(real: dict[str, Any], cells: list[dict[str, Any]]) -> str:
-    cells = [cell for cell in cells if cell["draft"] == "fresh"]
+def _gains(real: dict[str, Any], speed: dict[str, Any]) -> str:
+    cells = [cell for cell in speed["cells"] if cell["draft"] == "fresh"]
     heads = " | ".join(f"{c['requests']} request{'s' * (c['requests'] > 1)}" for c in cells)
     rows = [f"| generation | {heads} |", "|---|" + "---:|" * len(cells)]
     rows.append("| no speculation |" + " 1 |" * len(cells))
-    for arm, name in (("k = 3", "three drafted tokens"), ("auto", "`auto`, the default")):
-        speeds = (cell["tokens_per_second"] for cell in cells)
+    for arm, name, clock in (
+        ("k = 3", "three drafted tokens", "tokens_per_second"),
+        ("auto", "`auto`, the default", "tokens_per_second"),
+        ("auto", "`auto`, to the end of the last request", "whole_tokens_per_second"),
+    ):
+        speeds = (cell[clock] for cell in cells)
         rows.append(f"| {name} | {' | '.join(_ratio(s[arm], s['none']) for s in speeds)} |")
-    seeds, machine = list(real["seeds"].values()), real["machine"]
+    seeds, machine = list(real["seeds"].values()), speed["machine"]
     head = f"| acceptance length, {real['steps']} GRPO steps | frozen draft | adapted draft |"
     rows += ["", f"{head} adapted over frozen |", "|---|---:|---:|---:|"]
     for part, name in _PARTS.items():
@@ -125,15 +152,16 @@ def _gains(real: dict[str, Any], cells: list[dict[str, Any]]) -> str:
         (value, low, high), *others = (one["ratio"] for one in lengths)
         found = _ratio(adapted, frozen) if others else f"{value:.2f} ({low:.2f} to {high:.2f})"
         rows.append(f"| {name} | {means} | {'the same draft' if part == 'start' else found} |")
+    cpus = " and an ".join(dict.fromkeys(one["cpu"] for one in seeds))
     runs, over = ("1 run", "steps") if len(seeds) == 1 else (f"{len(seeds)} runs", "runs")
     cost = {key: statistics.fmean(one["cost"][key] for one in seeds) for key in seeds[0]["cost"]}
     minutes = statistics.fmean(one["seconds"] for one in seeds) / 60
     text = (
-        f"SmolLM2-135M-Instruct on {machine['cores']} cores of an {machine['cpu']}, without a GPU, "
-        "with drafts and tasks of [the example](examples/smollm_grpo/README.md). Generation: "
-        "throughput over that without speculation. Acceptance length: three drafted tokens, "
-        f"vLLM's counters, {runs} of `make real`. In brackets, 95 % intervals over rounds and over "
-        f"{over}. {_moved(seeds, 'correct', 'The share of right answers')}, "
+        f"SmolLM2-135M-Instruct on {machine['cores']} CPU cores, with draft and tasks of [the "
+        "example](examples/smollm_grpo/README.md). Generation: throughput over that without "
+        f"speculation, on an {machine['cpu']}. Acceptance length: three drafted tokens, vLLM's "
+        f"counters, {runs} of `make real` on an {cpus}. In brackets, 95 % intervals over rounds "
+        f"and over {over}. {_moved(seeds, 'correct', 'The share of right answers')}, "
         f"{_moved(seeds, 'entropy', 'the entropy')} nats a token. A run takes {minutes:.0f} "
         f"minutes, and its trainer {cost['trainer_cpu_seconds']:.0f} CPU seconds and "
         f"{cost['trainer_peak_bytes'] / 2**30:.1f} GiB of memory."
@@ -164,3 +192,4 @@ if __name__ == "__main__":
     PAGE.write_text(page(), encoding="utf-8")
     README.write_text(readme(), encoding="utf-8")
     INTEGRATIONS.write_text(integrations(), encoding="utf-8")
+    ECONOMICS.write_text(economics(), encoding="utf-8")

@@ -4,8 +4,10 @@ SmolLM2-135M-Instruct as ``examples.smollm_grpo`` begins with it, its draft as i
 with noise in its matrices, on one vLLM server for each arm: no speculation, draft lengths 1 to 3,
 ``--speculation auto``, n-gram drafts. They share the cores and take turns in a random order. A cell
 has so many requests in flight at all times, at temperature 1, each to its natural end; the prompts
-are the same in every round, so that their keys and values are cached and steps decode. The clock
-stops when no prompt is left to begin; tokens are vLLM's own count.
+are the same in every round, so that their keys and values are cached and steps decode. A first
+clock stops when no prompt is left to begin, a second when the last request has ended, as a GRPO
+step does; tokens are vLLM's own count. ``auto`` chooses for the second: whether it drafts at all is
+one choice for large batches and for the tail.
 
 Three questions: is ``auto`` ever slower than no speculation, or than the best fixed length? What do
 the draft lengths gain? Does ``draft-trainer plan --server`` predict from the automatic server's
@@ -63,6 +65,8 @@ FIXED = {OFF: 0, **{f"k = {k}": k for k in LENGTHS}}
 """Tokens drafted in every step, where that does not change."""
 DRAFTED = [name for name in ARMS if name not in (OFF, NGRAM)]
 """Arms that serve the draft."""
+ALWAYS = (OFF, f"k = {LENGTHS[-1]}", AUTO)
+"""Arms that are measured with every draft; the others with the first alone."""
 NOISE = {"fresh": 0.0, "drifted": 0.3, "ruined": 1.2}
 """Standard deviations of noise on each matrix of the draft, in its own."""
 BATCHES = {1: 5, 4: 12, 16: 40, 32: 72}
@@ -94,18 +98,18 @@ def noisy(draft: Path, share: float) -> dict[str, torch.Tensor]:
 
 def generate(
     server: RolloutServer, prompts: Sequence[list[int]], requests: int, count: int
-) -> float:
+) -> tuple[float, float]:
     """Complete so many prompts, ``requests`` at a time.
 
     Returns:
-        Tokens a second, until no prompt is left to begin.
+        Tokens a second until no prompt is left to begin, and until the last request has ended.
     """
     return asyncio.run(_generate(server.http, islice(cycle(prompts), count), requests))
 
 
-async def _generate(http: str, left: Iterator[list[int]], requests: int) -> float:
+async def _generate(http: str, left: Iterator[list[int]], requests: int) -> tuple[float, float]:
     limits = httpx.Limits(max_connections=requests + 1)
-    ended: list[float] = []
+    speeds: list[float] = []
     async with httpx.AsyncClient(base_url=http, timeout=600, limits=limits) as client:
 
         async def tokens() -> float:
@@ -117,13 +121,15 @@ async def _generate(http: str, left: Iterator[list[int]], requests: int) -> floa
                 body = {"model": "policy", "prompt": prompt, "max_tokens": MAX_TOKENS}
                 answer = await client.post("/v1/completions", json=body)
                 answer.raise_for_status()
-            if not ended:
-                ended.append(time.perf_counter() - began)
-                ended.append(await tokens() - before)
+            if not speeds:
+                speeds.append(0.0)  # the others do not measure it again
+                seconds = time.perf_counter() - began
+                speeds[0] = (await tokens() - before) / seconds
 
         before, began = await tokens(), time.perf_counter()
         await asyncio.gather(*(one() for _ in range(requests)))
-    return ended[1] / ended[0]
+        seconds = time.perf_counter() - began
+        return speeds[0], (await tokens() - before) / seconds
 
 
 _TOKENS = "vllm:generation_tokens_total"
@@ -131,22 +137,22 @@ _TOKENS = "vllm:generation_tokens_total"
 
 def measure(
     servers: Mapping[str, RolloutServer], prompts: Sequence[list[int]], requests: int, rounds: int
-) -> tuple[dict[str, list[float]], dict[str, float], dict[str, float]]:
+) -> dict[str, dict[str, Any]]:
     """One cell.
 
     Returns:
-        By arm: tokens a second in each round; seconds of a step of so many requests; acceptance
-        length in vLLM's counters.
+        By arm: tokens a second in each round, by both clocks; seconds of a step of so many
+        requests; acceptance length in vLLM's counters.
     """
     fixed = {name: k for name, k in FIXED.items() if name in servers}
     steps = {name: servers[name].step_sums(k, requests) for name, k in fixed.items()}
     counters = {name: server.counters() for name, server in servers.items()}
 
-    def run(server: RolloutServer) -> float:
+    def run(server: RolloutServer) -> tuple[float, float]:
         time.sleep(REST_SECONDS)
         return generate(server, prompts, requests, BATCHES[requests])
 
-    speeds = interleaved({name: partial(run, s) for name, s in servers.items()}, rounds)
+    found = interleaved({name: partial(run, s) for name, s in servers.items()}, rounds)
     # The servers read the engine's sums once a second.
     time.sleep(REST_SECONDS)
     seconds, lengths = {}, {}
@@ -158,7 +164,16 @@ def measure(
         length = SpecCounters.between(counters[name], server.counters()).acceptance_length
         if length is not None:
             lengths[name] = length
-    return speeds, seconds, lengths
+    full, whole = (
+        {name: [speeds[clock] for speeds in rows] for name, rows in found.items()}
+        for clock in (0, 1)
+    )
+    return {
+        "tokens_per_second": full,
+        "whole_tokens_per_second": whole,
+        "step_seconds": seconds,
+        "acceptance_length": lengths,
+    }
 
 
 def targets_of(cells: Sequence[Mapping[str, Any]]) -> list[Target]:
@@ -170,6 +185,9 @@ def targets_of(cells: Sequence[Mapping[str, Any]]) -> list[Target]:
         for other in dict.fromkeys((OFF, cell["best"])):
             found = ratios(speeds[AUTO], speeds[other])
             targets.append(Target.of_ratios(f"{where}: auto / {other}", found, LEAST))
+        whole = cell["whole_tokens_per_second"]
+        found = ratios(whole[AUTO], whole[OFF])
+        targets.append(Target.of_ratios(f"{where} to the last: auto / {OFF}", found, LEAST))
         for arm, (step, gain) in cell["predicted"].items():
             measured = ratios(speeds[arm], speeds[OFF])
             of_gain = [ratio / gain for ratio in measured]
@@ -222,21 +240,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         compared = [name for name in servers if name != OFF]
         for version, kind in enumerate(parsed.drafts, 1):
             tensors = noisy(DRAFT, NOISE[kind])
-            for name in [n for n in servers if n in DRAFTED]:
+            measured = {n: s for n, s in servers.items() if version == 1 or n in ALWAYS}
+            for name in [n for n in measured if n in DRAFTED]:
                 servers[name].swap(version, tensors)
-            for cell in _cells(kind, servers, prompts, parsed.requests, parsed.rounds):
+            for cell in _cells(kind, measured, prompts, parsed.requests, parsed.rounds):
                 cells.append(cell)
                 write(parsed.json, {"rounds": parsed.rounds, "cells": cells}, targets_of(cells))
     print(
         table(
-            "Tokens a second over no speculation's; acceptance length of auto and the longest k",
-            ["draft", "requests", "none, tokens/s", *compared, "at k = 3"],
+            "Tokens a second over no speculation's; to the last request's end; acceptance length",
+            ["draft", "requests", "none, tokens/s", *compared, "auto to the last", "at k = 3"],
             [
                 [
                     c["draft"],
                     c["requests"],
                     f"{statistics.median(c['tokens_per_second'][OFF]):.0f}",
                     *(_gain(c["tokens_per_second"], name) for name in compared),
+                    _gain(c["whole_tokens_per_second"], AUTO),
                     f"{c['acceptance_length'].get('k = 3', float('nan')):.2f}",
                 ]
                 for c in cells
@@ -247,7 +267,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _gain(speeds: Mapping[str, Sequence[float]], name: str) -> str:
-    return Target.of_ratios(name, ratios(speeds[name], speeds[OFF])).text
+    return Target.of_ratios(name, ratios(speeds[name], speeds[OFF])).text if name in speeds else ""
 
 
 def _cells(
@@ -273,13 +293,12 @@ def _cells(
             with suppress(RefusedError):
                 found = costs.seconds(k, requests), speed_up(costs, rates, k, requests)
                 predicted[f"k = {k}"] = found
-        speeds, seconds, lengths = measure(servers, prompts, requests, rounds)
+        measured = measure(servers, prompts, requests, rounds)
+        speeds = measured["tokens_per_second"]
         yield {
             "draft": kind,
             "requests": requests,
-            "tokens_per_second": speeds,
-            "step_seconds": seconds,
-            "acceptance_length": lengths,
+            **measured,
             "best": max(FIXED.keys() & servers, key=lambda name: statistics.median(speeds[name])),
             "predicted": predicted,
         }
