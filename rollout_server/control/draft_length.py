@@ -6,9 +6,10 @@ counted. Requests get only a share of AL(k) - 1: nothing beyond the end of a com
 token in the step that reads the prompt. And that step takes longer, by more seconds with drafts
 than without.
 
-The lengths that are best now go to vLLM's scheduler, which looks one up each step. Where drafting
-pays at no number of requests it is off altogether: vLLM's own k = 0 still runs the draft once a
-step, to keep its KV cache filled for drafts to come.
+The lengths that are best now go to vLLM's scheduler, which looks one up each step. vLLM's own k = 0
+still runs the draft once a step, to keep its KV cache filled for drafts to come. Where that takes
+more than ``FILL`` of a step, the draft does not run in it (``OFF``), nor where drafting pays at no
+number of requests.
 """
 
 from __future__ import annotations
@@ -41,6 +42,10 @@ LEAST_PROMPTS = 16.0
 
 MARGIN = 0.02
 """The gain in speed below which lengths stay as they are."""
+
+FILL = 0.05
+"""The share of a step without drafts that filling the draft's KV cache may take. Drafts that begin
+within a request are accepted less without its keys and values, which no step's time shows."""
 
 RETRY_SECONDS, MAX_RETRY_SECONDS = 30.0, 240.0
 """The seconds of engine steps without drafts after which they are tried again, because only drafts
@@ -109,7 +114,7 @@ class LengthChooser:
         largest: the most requests in a step.
 
     Attributes:
-        table: tokens to draft by the number of requests; None while no drafts pay.
+        table: tokens to draft by the number of requests, or ``OFF``; None while no drafts pay.
         speed_up: of generation by ``table`` over no drafts; None while unknown.
     """
 
@@ -207,11 +212,11 @@ class LengthChooser:
         known, kept = rates, self.kept
         prompts = {way: self.prompt_seconds(way) for way in (True, False)}
 
-        choices = [k for k in (0, *self.lengths) if k in costs.points]
+        choices = [k for k in (OFF, 0, *self.lengths) if k in costs.points]
         # Where not all lengths were timed yet, those that were are compared, and beyond the largest
         # batch of two of them at that one. Costs of fewer requests would favour drafts.
-        timed = {k: costs.points[k][-1][0] for k in (OFF, *choices)}
-        largest = min(timed[OFF], max(timed[k] for k in choices))
+        timed = {k: costs.points[k][-1][0] for k in choices}
+        largest = min(timed[OFF], max(timed[k] for k in choices if k != OFF))
 
         def speed(k: int, requests: int) -> float:
             batch = min(max(requests, 1), largest, timed[k])
@@ -222,6 +227,8 @@ class LengthChooser:
         for requests in range(self.largest + 1):
             reached = min(requests, largest)
             speeds = {k: speed(k, requests) for k in choices if timed[k] >= reached}
+            if speeds.get(0, 0.0) >= speeds[OFF] * (1 - FILL):
+                del speeds[OFF]
             fastest = max(speeds, key=lambda k: speeds[k])
             now = fastest if self.table is None else self.table[requests]
             stays = speeds.get(now, 0.0) >= speeds[fastest] * (1 - MARGIN)
@@ -239,12 +246,13 @@ class LengthChooser:
         on, off = seconds(best), seconds(None)
         on *= 1 - MARGIN if self.table else 1
         off *= 1 if self.table else 1 - MARGIN
-        # Lengths of 0 at all sizes in use cost at least a step without drafts, whatever was timed.
-        drafts = any(best[min(n, self.largest)] for n in work)
-        if drafts and on <= off:
+        # Without drafts at any size in use, a step costs at least a plain one, whatever was timed.
+        used = {best[min(n, self.largest)] for n in work}
+        if max(used) > 0 and on <= off:
             self.table = best
         elif may_stop:
-            self.table = None
+            # Where the draft does not run, it costs nothing to be ready for fewer requests.
+            self.table = best if used == {OFF} and max(best) > 0 else None
         self.speed_up = seconds(None) / seconds(self.table)
 
     def loses(self, outcomes: Mapping[tuple[int, int], Sequence[int]]) -> bool:
@@ -287,6 +295,11 @@ class LengthChooser:
             return {OFF}
         return {self.table[min(n, self.largest)] for n in self._work}
 
+    @property
+    def idle(self) -> bool:
+        """True while no drafts are made for the recent numbers of requests."""
+        return max(self.in_use(), default=self.lengths[0]) <= 0
+
     def doubt(self, length: int) -> None:
         """Let the next few steps of a length count as much as all before them."""
         for (k, requests), (steps, mean) in self._costs.items():
@@ -295,7 +308,7 @@ class LengthChooser:
 
     def try_again(self) -> None:
         """Draft the shortest length for now, where no drafts paid: another draft may."""
-        if self.table is None:
+        if self.idle:
             self.table = [self.lengths[0]] * (self.largest + 1)
 
     def _table(self) -> StepTable:
@@ -353,11 +366,13 @@ class LengthControl:
         sure = chooser.loses(recent.outcomes)
         rates = recent.rates(1 if sure else MIN_DRAFTS) or recent.expected or None
         self._timed |= dict.fromkeys(steps, now)
+        if not chooser.idle:
+            self._off_since = now
         if replaced:
             self._off_since, self._retry_after = now, RETRY_SECONDS
         if replaced and rates is None:
             chooser.try_again()
-        elif chooser.table is None and now - self._off_since > self._retry_after:
+        elif chooser.idle and now - self._off_since > self._retry_after:
             self._retry_after = min(2 * self._retry_after, MAX_RETRY_SECONDS)
             chooser.try_again()
         else:
@@ -400,9 +415,7 @@ class LengthControl:
         self._tried[length] = now
         self.chooser.doubt(length)
         try:
-            await self._set_lengths(
-                None if length == OFF else [length] * (self.chooser.largest + 1)
-            )
+            await self._set_lengths([length] * (self.chooser.largest + 1))
             await asyncio.sleep(max(MIN_REFRESH_SECONDS, REFRESH_STEPS * step_seconds))
         finally:
             await self._set_lengths(self._live)
@@ -412,7 +425,8 @@ def _describe(table: Sequence[int] | None) -> str:
     if table is None:
         return "none, because drafting pays at no number of requests"
     starts = [n for n in range(1, len(table)) if n == 1 or table[n] != table[n - 1]]
-    return ", ".join(f"{table[n]} from {n} requests" for n in starts)
+    named = (f"{'none' if table[n] == OFF else table[n]} from {n} requests" for n in starts)
+    return ", ".join(named)
 
 
 async def calibrate(

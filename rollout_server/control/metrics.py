@@ -112,7 +112,7 @@ def _planned(lengths: LengthChooser | None) -> dict[str, int]:
     if lengths is None:
         return {}
     table = lengths.table or [0] * (lengths.largest + 1)
-    return {str(n): table[n] for n in sizes_to_measure(lengths.largest)}
+    return {str(n): max(table[n], 0) for n in sizes_to_measure(lengths.largest)}
 
 
 def _versions_behind(observed: Observed) -> int | None:

@@ -17,6 +17,7 @@ from typing import Any
 
 from rollout_server.control.changes import Change, Result
 from rollout_server.control.step_costs import MIXED, PLAIN, SPECULATIVE, StepSum
+from slipstream.economics.costs import OFF
 from slipstream.errors import RefusedError
 
 
@@ -142,13 +143,18 @@ MAX_UNDRAFTED = 1 / 8
 once it is on again. The draft has no keys and values there and is accepted less; but a new salt
 makes vLLM compute the whole cache again."""
 
+WITHOUT_DRAFT = "slipstream_without_draft"
+"""The attribute of a scheduled step in which workers do not run the draft."""
+
 
 class SchedulerSwitch:
     """Sets how many tokens are drafted, without a restart.
 
     Each step vLLM's scheduler looks up an entry of a list, by the number of requests (its dynamic
     speculative length). While drafting is off, that list is zeros, and the engine no longer asks
-    the workers for draft tokens. ``worker.DraftingSwitch`` is the other half.
+    the workers for draft tokens. Where a length is ``OFF``, the entry is 0 and the step's output is
+    marked: the workers skip the draft in that step alone. ``worker.DraftingSwitch`` is the other
+    half.
 
     Attributes:
         enabled: whether drafts are planned.
@@ -158,8 +164,21 @@ class SchedulerSwitch:
     def __init__(self, engine_core: Any) -> None:
         self._core = engine_core
         self._when_on = engine_core.scheduler.dynamic_sd_lookup
+        self._without_draft: set[int] = set()  # numbers of requests
+        self._plan = engine_core.scheduler.schedule
+        engine_core.scheduler.schedule = self._schedule
         self.enabled = True
         self.undrafted = 0
+
+    def _schedule(self, *args: Any, **named: Any) -> Any:
+        output = self._plan(*args, **named)
+        if self._without_draft and len(output.num_scheduled_tokens) in self._without_draft:
+            setattr(output, WITHOUT_DRAFT, True)
+        return output
+
+    def drafts(self, output: Any) -> bool:
+        """Return whether the draft runs in a scheduled step."""
+        return self.enabled and not getattr(output, WITHOUT_DRAFT, False)
 
     def too_much_undrafted(self) -> bool:
         """Return whether drafts are better off without the prefix cache."""
@@ -168,18 +187,21 @@ class SchedulerSwitch:
         return bool(self.undrafted > MAX_UNDRAFTED * cached)
 
     def set_lengths(self, lengths: list[int]) -> None:
-        """Draft this many tokens, by the number of requests in the step, while drafting is on."""
+        """Draft this many tokens, by the number of requests in the step, while drafting is on; with
+        ``OFF``, do not run the draft.
+        """
         most, least = (
             self._core.scheduler.num_spec_tokens,
             self._core.scheduler.max_num_running_reqs,
         )
-        if len(lengths) <= least or not all(0 <= k <= most for k in lengths):
+        if len(lengths) <= least or not all(OFF <= k <= most for k in lengths):
             found = f"{len(lengths)} entries up to {max(lengths, default=0)}"
-            expected = f"more than {least} entries of 0 to {most}"
+            expected = f"more than {least} entries of {OFF} to {most}"
             raise RefusedError(
                 "draft lengths", found, expected, "give an entry for each batch size"
             )
-        self._when_on = lengths
+        self._when_on = [max(k, 0) for k in lengths]
+        self._without_draft = {requests for requests, k in enumerate(lengths) if k == OFF}
         self.set(self.enabled)
 
     def set(self, enabled: bool) -> None:
@@ -299,7 +321,7 @@ class StepClock:
         drafts = output.scheduled_spec_decode_tokens
         decoded = requests + sum(map(len, drafts.values()))
         planned = output.num_spec_tokens_to_schedule
-        drafting = self._switch.enabled and self._scheduler.num_spec_tokens
+        drafting = self._switch.drafts(output) and self._scheduler.num_spec_tokens
         if output.scheduled_new_reqs or output.total_num_scheduled_tokens != decoded:
             return MIXED, planned if drafting else 0
         if not drafting:

@@ -20,6 +20,7 @@ import torch
 
 from rollout_server.control.changes import Change, Result
 from rollout_server.control.stages import WeightSource
+from rollout_server.vllm.engine_core import WITHOUT_DRAFT
 from rollout_server.vllm.patches import shared_parameters, shares_embedding, ties_lm_head
 from rollout_server.vllm.reload import LiveModel, apply_all, refuse_lost
 from rollout_server.vllm.served.derived import unaccounted
@@ -51,11 +52,14 @@ class DraftingSwitch:
         runner.execute_model = self._execute_model
         runner.propose_draft_token_ids = self._propose_unless_off
 
+    def _skips(self, scheduler_output: Any) -> bool:
+        return not self.enabled or getattr(scheduler_output, WITHOUT_DRAFT, False)
+
     def _execute_model(self, scheduler_output: Any, *rest: Any, **named: Any) -> Any:
         # With asynchronous scheduling the previous step's tokens are where only the speculative
         # path looks for them, so there the path stays.
         plain = (
-            not self.enabled
+            self._skips(scheduler_output)
             and not self._runner.use_async_scheduling
             and not scheduler_output.scheduled_spec_decode_tokens
         )
@@ -65,7 +69,7 @@ class DraftingSwitch:
     def _propose_unless_off(
         self, scheduler_output: Any, sampled_token_ids: Any, *rest: Any, **named: Any
     ) -> Any:
-        if self.enabled or scheduler_output.num_spec_tokens_to_schedule > 0:
+        if not self._skips(scheduler_output) or scheduler_output.num_spec_tokens_to_schedule > 0:
             return self._propose(scheduler_output, sampled_token_ids, *rest, **named)
         runner = self._runner
         runner._draft_probs = None
@@ -96,15 +100,23 @@ class SpeculatorSwitch:
 
     def __init__(self, runner: Any) -> None:
         self._speculator = runner.speculator
+        self._execute = runner.execute_model
         self._propose = runner.speculator.propose
         self.enabled = True
+        self._without_draft = False  # the step that runs
+        runner.execute_model = self._execute_model
         runner.speculator.propose = self._propose_unless_off
+
+    def _execute_model(self, scheduler_output: Any, *rest: Any, **named: Any) -> Any:
+        self._without_draft = getattr(scheduler_output, WITHOUT_DRAFT, False)
+        return self._execute(scheduler_output, *rest, **named)
 
     def _propose_unless_off(self, input_batch: Any, *rest: Any, **named: Any) -> Any:
         # Dummy runs warm up and capture graphs. Steps that were planned before the switch and run
         # after it still draft: the scheduler will verify those tokens.
         planned = (named.get("num_speculative_tokens") or 0) > 0
-        if self.enabled or planned or named.get("dummy_run"):
+        drafts = self.enabled and not self._without_draft
+        if drafts or planned or named.get("dummy_run"):
             return self._propose(input_batch, *rest, **named)
         speculator = self._speculator
         shape = input_batch.num_reqs, speculator.num_speculative_steps

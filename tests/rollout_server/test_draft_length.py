@@ -34,6 +34,7 @@ from rollout_server.control.step_costs import (
     StepSums,
 )
 from rollout_server.vllm.api_server import _load
+from slipstream.economics.costs import OFF
 
 if TYPE_CHECKING:
     from vllm import SamplingParams
@@ -60,12 +61,12 @@ def measured(steps: int = 100) -> StepSums:
 
 
 def speed(rates: Sequence[float], k: int, requests: int) -> float:
-    return (1 + sum(rates[:k])) / seconds(k, requests)
+    return (1 + sum(rates[: max(k, 0)])) / seconds(k, requests)
 
 
 def is_best(rates: Sequence[float], k: int, requests: int) -> bool:
     """Within the margin."""
-    best = max(speed(rates, other, requests) for other in range(4))
+    best = max(speed(rates, other, requests) for other in range(OFF, 4))
     return speed(rates, k, requests) >= best * (1 - MARGIN)
 
 
@@ -80,8 +81,32 @@ def test_chooser_picks_best_length_per_batch_size() -> None:
     chooser.choose(FRESH)
     assert chooser.table is not None
     assert all(is_best(FRESH, chooser.table[n], n) for n in range(1, 65))
-    assert chooser.table[1] == 3 and chooser.table[64] == 0
+    assert chooser.table[1] == 3 and chooser.table[64] == OFF
     assert chooser.speed_up is not None and chooser.speed_up > 1
+
+
+@pytest.mark.parametrize(("fill", "length"), [(1.04, 0), (1.06, OFF)])
+def test_chooser_runs_draft_without_drafts_where_cheap(fill: float, length: int) -> None:
+    filled = {(SPECULATIVE, n, 0): StepSum(100, 100 * fill * seconds(OFF, n)) for n in SIZES}
+    chooser = LengthChooser(3, 64)
+    chooser.add({**measured(), **filled}, FRESH)
+    chooser.choose(FRESH)
+    assert chooser.table is not None and chooser.table[64] == length
+
+
+def test_chooser_is_ready_for_fewer_requests() -> None:
+    """The draft does not run at the load in use, so nothing need be switched on for others."""
+    chooser = LengthChooser(3, 64)
+    sums = measured()
+    chooser.add(sums, FRESH)
+    for _ in range(12):
+        before = sums[PLAIN, 64, 0]
+        more = before + StepSum(10, 10 * seconds(OFF, 64))
+        sums = {**sums, (PLAIN, 64, 0): more}
+        chooser.add(sums, FRESH)
+    chooser.choose(FRESH)
+    assert chooser.idle and chooser.speed_up == 1.0
+    assert chooser.table is not None and (chooser.table[1], chooser.table[64]) == (3, OFF)
 
 
 def test_chooser_drafts_nothing_when_no_length_pays() -> None:
@@ -134,7 +159,7 @@ def test_chooser_judges_larger_batches_by_largest_measured() -> None:
     chooser.add(sums, FRESH)
     chooser.choose(FRESH)
     assert chooser.table is not None and len(chooser.table) == 501
-    assert chooser.table[500] == chooser.table[256] == chooser.table[64] == 0
+    assert chooser.table[500] == chooser.table[256] == chooser.table[64] == OFF
 
 
 def test_chooser_compares_lengths_timed_at_as_many_requests() -> None:
@@ -149,7 +174,7 @@ def test_chooser_compares_lengths_timed_at_as_many_requests() -> None:
     chooser.add(sums, FRESH)
     assert speed(FRESH, 3, 64) * 1.5 < 1 / seconds(-1, 64)
     chooser.choose(FRESH)
-    assert chooser.table is None
+    assert chooser.table is not None and (chooser.table[4], chooser.table[64]) == (3, OFF)
 
 
 @pytest.mark.parametrize(("got", "length"), [(1.0, 3), (0.6, None)])
@@ -343,19 +368,21 @@ def test_old_plain_cost_is_measured_again(monkeypatch: pytest.MonkeyPatch) -> No
     server.serve(60)
     table = server.control.chooser.table
     assert table is not None
-    told: list[Sequence[int] | None] = []
+    off = 0
     for _ in range(10):
         server.spend(REFRESH_SECONDS / 5)
         server.told.clear()
         server.serve(60)
-        told += server.told
-        if None in server.told:
+        found = sum(lengths is None or lengths[1] == OFF for lengths in server.told)
+        off += found
+        if found:
             # What the engine does while drafting is off for the measurement.
             before = server.sums[PLAIN, 1, 0]
             quick = StepSum(before.steps + 400, before.seconds + 400 * seconds(-1, 1))
             server.sums[PLAIN, 1, 0] = quick
-    assert told.count(None) == 3, "because it is old, before lengths change for it, and for good"
-    assert server.control.chooser.table is None
+    assert off == 3, "because it is old, before lengths change for it, and for good"
+    table = server.control.chooser.table
+    assert table is None or table[1] == OFF
 
 
 def test_lengths_are_measured_before_they_change(monkeypatch: pytest.MonkeyPatch) -> None:

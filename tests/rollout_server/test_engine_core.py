@@ -13,8 +13,9 @@ import pytest
 import rollout_server.vllm.engine_core
 from rollout_server.control.changes import Change, Result
 from rollout_server.control.stages import WeightSource
-from rollout_server.vllm.engine_core import EngineHooks, PrefixCacheSalt
+from rollout_server.vllm.engine_core import WITHOUT_DRAFT, EngineHooks, PrefixCacheSalt
 from rollout_server.vllm.worker import slipstream_forget
+from slipstream.economics.costs import OFF
 from slipstream.errors import RefusedError
 
 TOKENS = list(range(12))
@@ -192,7 +193,7 @@ def hooks() -> Hooks:
             make_spec_decoding_stats=lambda *_: object(),
             dynamic_sd_lookup="as configured",
             max_num_running_reqs=2,
-            schedule=lambda: None,
+            schedule=lambda: core.planned,
             update_from_output=lambda output, result: result,
             has_requests=lambda: False,
             num_spec_tokens=3,
@@ -206,6 +207,7 @@ def hooks() -> Hooks:
             pause_state=PauseState.UNPAUSED,
         ),
         async_scheduling=False,
+        planned=None,
     )
     core.scheduler.set_pause_state = functools.partial(setattr, core.scheduler, "pause_state")
     return Hooks(core)
@@ -356,10 +358,24 @@ def test_draft_lengths_apply_by_requests_in_step(hooks: Hooks) -> None:
     assert scheduler.dynamic_sd_lookup == [0, 0, 0], "drafting is off"
     hooks.set_speculation(True, 1.0)
     assert [scheduler.dynamic_sd_lookup[requests] for requests in (1, 2)] == [2, 1]
-    for refused in ([3, 3], [3, 3, 4], [3, 3, -1]):
+    for refused in ([3, 3], [3, 3, 4], [3, 3, -2]):
         with pytest.raises(RefusedError, match="draft lengths"):
             hooks.set_draft_lengths(refused)
     assert [scheduler.dynamic_sd_lookup[requests] for requests in (1, 2)] == [2, 1]
+
+
+def test_length_off_marks_steps_without_draft(hooks: Hooks) -> None:
+    scheduler = hooks.core.scheduler
+
+    def marked(requests: int) -> bool:
+        hooks.core.planned = SimpleNamespace(num_scheduled_tokens=dict.fromkeys(range(requests), 1))
+        return hasattr(scheduler.schedule(), WITHOUT_DRAFT)
+
+    hooks.set_draft_lengths([0, 2, OFF])
+    assert scheduler.dynamic_sd_lookup == [0, 2, 0]
+    assert [marked(1), marked(2)] == [False, True]
+    hooks.set_draft_lengths([0, 2, 0])
+    assert not marked(2), "the draft runs, to fill its KV cache"
 
 
 def test_policy_commit_evicts_encoder_outputs(hooks: Hooks) -> None:

@@ -18,6 +18,7 @@ import torch
 from rollout_server.vllm import api_server as app
 from rollout_server.vllm import launch
 from rollout_server.vllm import patches as vllm_patches
+from rollout_server.vllm.engine_core import WITHOUT_DRAFT
 from rollout_server.vllm.launch import settings_of
 from rollout_server.vllm.versions import Sources, installed_source
 from rollout_server.vllm.worker import SpeculatorSwitch
@@ -36,7 +37,8 @@ def test_speculation_off_skips_draft_forward() -> None:
         return torch.ones(2, K, dtype=torch.int64)
 
     speculator = SimpleNamespace(propose=propose, num_speculative_steps=K, device="cpu")
-    switch = SpeculatorSwitch(SimpleNamespace(speculator=speculator))
+    runner = SimpleNamespace(speculator=speculator, execute_model=lambda step: None)
+    switch = SpeculatorSwitch(runner)
     batch = SimpleNamespace(num_reqs=2)
     switch.enabled = False
     for named in ({}, {"num_speculative_tokens": 0}):
@@ -47,6 +49,11 @@ def test_speculation_off_skips_draft_forward() -> None:
     switch.enabled = True
     speculator.propose(batch, num_speculative_tokens=0)  # It keeps the draft's KV cache filled.
     assert len(calls) == 3
+    runner.execute_model(SimpleNamespace(**{WITHOUT_DRAFT: True}))
+    assert speculator.propose(batch, num_speculative_tokens=0).tolist() == [[-1] * K] * 2
+    runner.execute_model(SimpleNamespace())
+    speculator.propose(batch, num_speculative_tokens=0)
+    assert len(calls) == 4, "the mark is of one step"
 
 
 def test_draft_with_own_lm_head_is_not_tied_to_policy(

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import rollout_server.vllm.engine_core
-from rollout_server.vllm.engine_core import StepClock
+from rollout_server.vllm.engine_core import WITHOUT_DRAFT, SchedulerSwitch, StepClock
 
 
 class Core:
@@ -25,10 +25,11 @@ class Core:
             has_requests=lambda: self.left,
             set_pause_state=lambda pause_state: None,
             num_spec_tokens=3,
+            dynamic_sd_lookup=None,
         )
         fake = SimpleNamespace(perf_counter=lambda: self.now)
         monkeypatch.setattr(rollout_server.vllm.engine_core, "time", fake)
-        self.switch: Any = SimpleNamespace(enabled=True, undrafted=0)
+        self.switch = SchedulerSwitch(self)
         self.clock = StepClock(self, self.switch)
 
     def step(
@@ -39,6 +40,7 @@ class Core:
         left: bool = True,
         planned: int | None = None,
         got: Sequence[int] | None = None,
+        without_draft: bool = False,
     ) -> None:
         """A step in which each request verifies so many drafts; ``planned`` are made next.
 
@@ -59,6 +61,8 @@ class Core:
             scheduled_new_reqs=["new"] if new else [],
             num_spec_tokens_to_schedule=max(requests, default=0) if planned is None else planned,
         )
+        if without_draft:
+            setattr(output, WITHOUT_DRAFT, True)
         new = [SimpleNamespace(new_token_ids=[0] * n) for n in got or tokens.values()]
         result = {0: SimpleNamespace(outputs=new)}
         assert self.scheduler.update_from_output(output, result) is result
@@ -93,6 +97,17 @@ def test_steps_are_summed_by_kind_and_size(core: Core) -> None:
         ("speculative", 2, 3): (2, 4.5),
         ("mixed", 2, 3): (1, 1.0),
         ("plain", 6, 0): (1, 0.5),
+    }
+
+
+def test_steps_marked_without_draft_are_plain(core: Core) -> None:
+    core.step(1.0, [3, 3], planned=0, without_draft=True)
+    core.step(0.5, [0, 0], without_draft=True)
+    core.step(0.25, [0, 0])
+    assert core.sums == {
+        ("mixed", 2, 0): (1, 1.0),
+        ("plain", 2, 0): (1, 0.5),
+        ("speculative", 2, 0): (1, 0.25),
     }
 
 
