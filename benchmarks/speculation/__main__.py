@@ -6,8 +6,7 @@ with noise in its matrices, on one vLLM server for each arm: no speculation, dra
 has so many requests in flight at all times, at temperature 1, each to its natural end; the prompts
 are the same in every round, so that their keys and values are cached and steps decode. A first
 clock stops when no prompt is left to begin, a second when the last request has ended, as a GRPO
-step does; tokens are vLLM's own count. ``auto`` chooses for the second: whether it drafts at all is
-one choice for large batches and for the tail.
+step does; tokens are vLLM's own count.
 
 Three questions: is ``auto`` ever slower than no speculation, or than the best fixed length? What do
 the draft lengths gain? Does ``draft-trainer plan --server`` predict from the automatic server's
