@@ -26,9 +26,13 @@ MEMORY_BYTES = 14 << 30
 """The memory of a run in all: policy with its optimizer, server and draft trainer."""
 DISK_BYTES = 2 << 30
 """The disk space of a run: two checkpoints in the cache, releases and logs."""
-SERVED = ("--max-model-len", "512", "--block-size", "32")
+SERVED = (
+    *("--max-model-len", "512", "--block-size", "32"),
+    *("--draft-config", '{"disable_eagle_block_drop": true}'),
+)
 """Options of a server. A prompt has 71 to 110 tokens: none would fill a block of 128, which vLLM
-takes on a CPU, and the other completions of a prompt would compute its keys and values again."""
+takes on a CPU, and with drafts vLLM would leave out the last block of 32 that is cached. The other
+completions of a prompt would compute its keys and values again."""
 _MEMORY = Path("/proc/meminfo")
 
 

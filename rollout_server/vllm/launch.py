@@ -38,6 +38,7 @@ from slipstream.serving.identity import Access, Role, open_access
 PLUGIN = "slipstream"
 DRAFT_FIELDS = (
     "attention_backend",
+    "disable_eagle_block_drop",
     "disable_padded_drafter_batch",
     "draft_tensor_parallel_size",
     "enforce_eager",
