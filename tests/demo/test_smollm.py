@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from examples.arithmetic_grpo import demo
-from examples.arithmetic_grpo.records import ARMS, FROZEN, ArmRecord, RunRecord, StepRecord
+from examples.arithmetic_grpo.records import ARMS, FROZEN, OFF, ArmRecord, RunRecord, StepRecord
 from examples.smollm_grpo import model as smollm
 from examples.smollm_grpo import run as smollm_run
 from examples.smollm_grpo import summary, task
@@ -188,7 +188,10 @@ def run() -> RunRecord:
         steps=[step(index, 120) for index in range(6)],
         trainer={
             "verdicts": [dropped, verdict],
-            "greedy": {FROZEN: {"prompts": 4, "different": 1, "gap": 0.1}},
+            "greedy": {
+                OFF: {"prompts": 4, "different": 2, "gap": 0.4},
+                FROZEN: {"prompts": 4, "different": 1, "gap": 0.3},
+            },
         },
     )
 
@@ -223,7 +226,8 @@ def test_targets_of_seeds_have_intervals_over_seeds(run: RunRecord, tmp_path: Pa
     first = found["gate's share of accepted drafts over the counters', position 0, 3 seeds"]
     assert first.value == pytest.approx((0.66 / 0.6) ** (2 / 3) * (0.66 / 0.69) ** (1 / 3))
     assert first.ok is None
-    assert "greedy, frozen: 1 of 4 differ, logit gap, seed 2" in found
+    # The same server without drafts is 0.4 logits from itself.
+    assert found["greedy, frozen: 1 of 4 differ, 2 without drafts, logit gap, seed 2"].ok
 
 
 def test_seed_of_earlier_json_is_not_run_again(run: RunRecord, tmp_path: Path) -> None:
