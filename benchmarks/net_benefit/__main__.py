@@ -157,8 +157,7 @@ def run(
     loop_cores = cores if place == SHARED else cores[:1]
     os.sched_setaffinity(0, loop_cores)
     trained = arm in (ALWAYS, PAYS)
-    # Two threads of the policy wait for each other where a trainer takes a core from one.
-    torch.set_num_threads(1 if trained else len(loop_cores))
+    torch.set_num_threads(len(loop_cores))
     torch.manual_seed(seed)
     start = policy()
     model = AutoModelForCausalLM.from_pretrained(start, dtype=getattr(torch, cpu_precision()))
