@@ -103,7 +103,11 @@ def test_kv_connector_storing_rejected_drafts_is_refused(
 
 
 def test_draft_config_passes_other_speculative_fields(parse: Any) -> None:
-    given = {"draft_tensor_parallel_size": 1, "disable_eagle_block_drop": True}
+    given = {
+        "draft_tensor_parallel_size": 1,
+        "attention_backend": "FLASH_ATTN",
+        "disable_eagle_block_drop": True,
+    }
     passed = parse("--draft-config", json.dumps(given)).speculative_config
     assert given.items() <= passed.items() and passed["num_speculative_tokens"] == 3
     for refused in ('{"model": "another"}', '{"rejection_sample_method": "synthetic"}', "[1]"):
