@@ -156,7 +156,6 @@ def run(
     folder.mkdir(parents=True)
     loop_cores = cores if place == SHARED else cores[:1]
     os.sched_setaffinity(0, loop_cores)
-    trained = arm in (ALWAYS, PAYS)
     torch.set_num_threads(len(loop_cores))
     torch.manual_seed(seed)
     start = policy()
@@ -176,7 +175,7 @@ def run(
     with ExitStack() as stack:
         stack.enter_context(server)
         bridge = trainer = None
-        if trained:
+        if arm in (ALWAYS, PAYS):
             settings: Settings = {
                 "draft": {"policy": str(start)},
                 "training": {
