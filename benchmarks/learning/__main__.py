@@ -10,6 +10,7 @@ the arithmetic policy.
 
 from __future__ import annotations
 
+import json
 import random
 import statistics
 import sys
@@ -296,19 +297,40 @@ def targets_of(found: Mapping[str, Sequence[Sequence[Mark]]], name: str) -> list
 
 
 def scratch(
-    data: Data, arms: Sequence[str], seeds: Sequence[int], folder: Path, python: Path | None
+    data: Data,
+    arms: Sequence[str],
+    seeds: Sequence[int],
+    folder: Path,
+    python: Path | None,
+    kept: dict[str, list[list[dict[str, Any]]]],
+    keep: Callable[[], None],
 ) -> dict[str, list[list[Mark]]]:
-    """The marks of every seed, by arm."""
+    """The marks of every seed, by arm.
+
+    Args:
+        data: of the policy.
+        arms: of ``ARMS``.
+        seeds: one run of each arm.
+        folder: for the peer's files.
+        python: of the peer; None: without it.
+        kept: the marks as the JSON has them; what is there is not measured again.
+        keep: called after each run.
+    """
     at = POLICIES[data.name].marks
-    found: dict[str, list[list[Mark]]] = {}
-    for seed in seeds:
+    for number, seed in enumerate(seeds):
         order = random.Random(seed).sample(range(len(data.samples)), len(data.samples))
-        say(f"{data.name} from scratch, seed {seed}")
-        for arm in arms:
-            found.setdefault(arm, []).append(ours(data, seed, order, arm))
-        for arm, size in PEERS.items() if python else ():
-            marks = peer(data, seed, order, size, folder, python)  # type: ignore[arg-type]
-            found.setdefault(arm, []).append(marks)
+        runs = {arm: partial(ours, data, seed, order, arm) for arm in arms}
+        if python is not None:
+            for arm, size in PEERS.items():
+                runs[arm] = partial(peer, data, seed, order, size, folder, python)
+        for arm, run in runs.items():
+            measured = kept.setdefault(arm, [])
+            if len(measured) > number:
+                continue
+            say(f"{data.name} from scratch, seed {seed}: {arm}")
+            measured.append([asdict(mark) for mark in run()])
+            keep()
+    found = {arm: [[Mark(**mark) for mark in run] for run in runs] for arm, runs in kept.items()}
     rows = [
         [arm]
         + [spread_text([run[place].acceptance_length for run in runs]) for place in range(len(at))]
@@ -391,18 +413,21 @@ def main(argv: list[str] | None = None) -> int:
     torch.set_num_threads(1)
     use_kernels("auto")
     python = None if chosen.alone else python_of("speculators", default_directory())
-    figures: dict[str, Any] = {name: {} for name in chosen.policies}
+    figures: dict[str, Any] = {}
+    if chosen.json is not None and chosen.json.exists():
+        # A run on SmolLM2 takes up to half an hour.
+        figures = json.loads(chosen.json.read_text())
+    figures = {name: figures.get(name, {}) for name in chosen.policies}
     targets: list[Target] = []
     with tempfile.TemporaryDirectory() as temporary:
         folder = chosen.data or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
         for name in chosen.policies:
             if "scratch" in chosen.parts:
-                marks = scratch(record(name, folder), chosen.arms, chosen.seeds, folder, python)
-                figures[name]["scratch"] = {
-                    arm: [[asdict(mark) for mark in run] for run in runs]
-                    for arm, runs in marks.items()
-                }
+                data = record(name, folder)
+                found = figures[name].setdefault("scratch", {})
+                keep = partial(write, chosen.json, figures, targets)
+                marks = scratch(data, chosen.arms, chosen.seeds, folder, python, found, keep)
                 targets += targets_of(marks, name)
             if "online" in chosen.parts and name in TOYS:
                 courses = online(name, chosen.seeds, folder)
