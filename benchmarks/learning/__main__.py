@@ -209,7 +209,9 @@ def ours(data: Data, seed: int, order: Sequence[int], arm: str) -> list[Mark]:
     samples = [data.samples[i] for i in order]
 
     def mark(tokens: int, seconds: float, head: Draft) -> Mark:
-        return Mark(tokens, seconds, data.acceptance(head))
+        found = Mark(tokens, seconds, data.acceptance(head))
+        say(f"  {tokens:,} tokens, {seconds:.0f} CPU s: {found.acceptance_length:.3f}")
+        return found
 
     start = partial(data.start, seed, norms)
     marks = POLICIES[data.name].marks
