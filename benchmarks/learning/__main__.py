@@ -417,7 +417,7 @@ def main(argv: list[str] | None = None) -> int:
     python = None if chosen.alone else python_of("speculators", default_directory())
     figures: dict[str, Any] = {}
     if chosen.json is not None and chosen.json.exists():
-        # A run on SmolLM2 takes up to half an hour.
+        # A run on SmolLM2 takes up to 40 minutes.
         figures = json.loads(chosen.json.read_text())
     figures = {name: figures.get(name, {}) for name in chosen.policies}
     targets: list[Target] = []
