@@ -60,13 +60,10 @@ def _hardware(machine: dict[str, Any]) -> str:
 
 
 def _row(target: dict[str, Any]) -> str:
-    value = target["value"]
-    number = f"{value:.4g}" if isinstance(value, float) else str(value)
-    if target.get("low") is not None:
-        number += f" [{target['low']:.4g}, {target['high']:.4g}]"
-    verdict = {True: "met", False: "**missed**", None: "not decided"}[target["ok"]]
-    name = target["name"].replace("|", "\\|")
-    return f"| {name} | {number} | {target['bound']} | {verdict} |\n"
+    found = Target(**target)
+    verdict = "**missed**" if found.ok is False else found.verdict
+    name = found.name.replace("|", "\\|")
+    return f"| {name} | {found.text} | {found.bound} | {verdict} |\n"
 
 
 def readme() -> str:

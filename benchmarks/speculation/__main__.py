@@ -22,6 +22,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from functools import partial
 from itertools import cycle, islice
 from pathlib import Path
@@ -204,7 +205,8 @@ def targets_of(cells: Sequence[Mapping[str, Any]]) -> list[Target]:
             f"plan --server: share of {len(decided)} decided cells of {len(all_of)}, {what} within"
         )
         share = sum(bool(target.ok) for target in decided) / max(1, len(decided))
-        targets.append(Target.at_least(f"{name} {NEAR:.0%}", share, 0.9))
+        target = Target.at_least(f"{name} {NEAR:.0%}", share, 0.9)
+        targets.append(target if decided else replace(target, value=None, ok=None))
     return targets
 
 
